@@ -23,6 +23,7 @@ from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.scripts import SyncScripts
 from outloop.buffer.store.episodes import EPISODE_FIELDS, open_episode_from, trajectory_from
 from outloop.buffer.store.sft import put_sync, sft_records
+from outloop.buffer.store.turns import TurnStore
 
 _CHUNK = 64
 _SCAN_COUNT = 1000
@@ -35,10 +36,13 @@ _log = structlog.get_logger()
 class Archive:
     """Reads and writes the trajectories of one run."""
 
-    def __init__(self, client: redis.Redis, prefix: str, scripts: SyncScripts) -> None:
+    def __init__(
+        self, client: redis.Redis, prefix: str, scripts: SyncScripts, turns: TurnStore
+    ) -> None:
         self._client = client
         self._prefix = prefix
         self._scripts = scripts
+        self._turns = turns
 
     def trajectories(self) -> Iterator[Trajectory | OutloopError]:
         """Every scored episode that Redis holds: of live groups by slot, evaluations, dead letters,
@@ -150,15 +154,18 @@ class Archive:
                     pipeline.hmget(episode, list(EPISODE_FIELDS))
                     pipeline.lrange(f"{episode}:turns", 0, -1)
                 pipeline.exists(name)
-                *found, is_there = pipeline.execute()
-        if not is_there:
+                *answers, is_there = pipeline.execute()
+            names = [episode_id.decode() for episode_id in ids]
+            listed = list(zip(names, answers[1::2], strict=True))
+            stored = self._turns.read(listed)
+        was_freed = any(one[1] and not turns for one, turns in zip(listed, stored, strict=True))
+        if not is_there or was_freed:
             # The group was acknowledged or dropped meanwhile; its turns may be gone.
             return
-        seen.update(episode_id.decode() for episode_id in ids)
-        stored = iter(found)
-        for episode_id in ids:
+        seen.update(names)
+        for episode_id, fields, turns in zip(names, answers[::2], stored, strict=True):
             try:
-                yield trajectory_from(episode_id.decode(), next(stored), next(stored))
+                yield trajectory_from(episode_id, fields, turns)
             except UNREADABLE as error:
                 yield error
 
@@ -174,7 +181,8 @@ class Archive:
                 with self._client.pipeline(transaction=True) as pipeline:
                     pipeline.hmget(name, list(EPISODE_FIELDS))
                     pipeline.lrange(f"{pattern[:-1]}{episode_id}:turns", 0, -1)
-                    fields, turns = pipeline.execute()
+                    fields, listed = pipeline.execute()
+                (turns,) = self._turns.read([(episode_id, listed)])
                 try:
                     episode = open_episode_from([*fields, None], turns)
                     if episode is None or not episode.is_closed:

@@ -18,6 +18,7 @@ from outloop.buffer.records import DropReason, Trajectory
 from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.scripts import SyncScripts
 from outloop.buffer.store.episodes import EPISODE_FIELDS, trajectory_from
+from outloop.buffer.store.turns import Stored, TurnStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +60,13 @@ class DeadLetterEpisode:
 class DeadLetters:
     """The dead letters of one run."""
 
-    def __init__(self, client: redis.Redis, prefix: str, scripts: SyncScripts) -> None:
+    def __init__(
+        self, client: redis.Redis, prefix: str, scripts: SyncScripts, turns: TurnStore
+    ) -> None:
         self._client = client
         self._prefix = prefix
         self._scripts = scripts
+        self._turns = turns
 
     def list_all(self) -> tuple[DeadLetter, ...]:
         """Every dead letter, oldest first; the last 256 are kept."""
@@ -95,8 +99,10 @@ class DeadLetters:
                     episode = f"{self._prefix}episode:{episode_id.decode()}"
                     pipeline.hmget(episode, list(EPISODE_FIELDS))
                     pipeline.lrange(f"{episode}:turns", 0, -1)
-                stored = iter(pipeline.execute())
-        episodes = [_episode_from(i.decode(), next(stored), next(stored)) for i in ids]
+                answers = pipeline.execute()
+            names = [episode_id.decode() for episode_id in ids]
+            stored = self._turns.read(list(zip(names, answers[1::2], strict=True)))
+        episodes = map(_episode_from, names, answers[::2], stored)
         return _dead_letter_from(group_id, fields), tuple(episodes)
 
     def requeue(self, group_id: str) -> None:
@@ -149,7 +155,7 @@ def _failure(closure: bytes) -> str:
     return f"{ending.failure_kind or ending.outcome}: {ending.error}"
 
 
-def _episode_from(episode_id: str, fields: Any, turns: list[bytes]) -> DeadLetterEpisode:
+def _episode_from(episode_id: str, fields: Any, turns: Stored) -> DeadLetterEpisode:
     records = {
         **dict(zip(EPISODE_FIELDS[:3], fields, strict=False)),
         **{f"turn-{number}": record for number, record in enumerate(turns)},
@@ -163,6 +169,6 @@ def _episode_from(episode_id: str, fields: Any, turns: list[bytes]) -> DeadLette
         episode_id=episode_id,
         trajectory=trajectory,
         error=sentence,
-        num_bytes=sum(map(len, turns)),
+        num_bytes=sum(len(record or b"") for record in turns),
         records={name: data for name, data in records.items() if data is not None},
     )

@@ -5,6 +5,7 @@ A message says what failed, `name=value`, what is allowed and what to do.
     OutloopError
     |-- SettingsError        a setting, file or import path is wrong (also a ValueError)
     |-- RecordError          a record breaks its invariants (also a ValueError)
+    |   `-- TurnsLost        a shard lacks turns that it had acknowledged
     |-- SchemaMismatch       bytes were written by another release
     |-- BufferUnavailable    Redis is unreachable, full or read-only
     |   |-- WritesRefused    it answers and cannot write: disk, memory, replicas
@@ -24,7 +25,7 @@ A message says what failed, `name=value`, what is allowed and what to do.
     |-- TrackerFailed        a tracker did not take what it was given; the run goes on
     |-- EnvironmentFailure   raised by an env: its own machinery failed, not the policy
     `-- PartFailed           a process of the run ended; names it and its last words
-        `-- RankKilled       a trainer rank got a signal, or no memory; the run may be started again
+        `-- RankKilled       a trainer rank was ended by a signal; the run may be started again
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class SettingsError(OutloopError, ValueError):
 
 class RecordError(OutloopError, ValueError):
     """A record breaks its own invariants; the message names the field."""
+
+
+class TurnsLost(RecordError):
+    """A shard of the run lacks turns that it had acknowledged; they must be played again."""
 
 
 class SchemaMismatch(OutloopError):
@@ -136,8 +141,7 @@ class PartFailed(OutloopError):
 
 
 class RankKilled(PartFailed):
-    """A trainer rank was ended by a signal, or the system gave it no more memory; the run goes on
-    from its checkpoint."""
+    """A trainer rank was ended by a signal; the run goes on from its checkpoint."""
 
 
 UNREADABLE = (RecordError, SchemaMismatch)

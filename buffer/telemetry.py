@@ -23,7 +23,7 @@ import structlog
 
 from outloop.buffer.room import append_whole, wait_for_room
 
-_DROP_REASONS = ("stale", "no_signal", "filtered", "failed", "overlong", "malformed")
+_DROP_REASONS = ("stale", "no_signal", "filtered", "failed", "overlong", "malformed", "lost")
 """records.DropReason, without loading numpy."""
 LEDGER_COLUMNS: dict[str, str] = {
     "trained": "attempts whose update was published",

@@ -15,9 +15,9 @@ import pytest
 import structlog
 
 # One commit gives one verdict: `make test` draws the same examples each time, `make test-search`
-# draws new ones, and neither bounds how long an example takes, which a busy machine decides.
-hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("search", derandomize=False, deadline=None, print_blob=True)
+# draws new ones.
+hypothesis.settings.register_profile("fixed", derandomize=True)
+hypothesis.settings.register_profile("search", derandomize=False, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("OUTLOOP_EXAMPLES", "fixed"))
 
 

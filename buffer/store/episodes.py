@@ -14,9 +14,10 @@ import redis
 import redis.asyncio
 
 from outloop.buffer.codec import records_codec
-from outloop.buffer.errors import UNREADABLE, RecordError, SchemaMismatch
+from outloop.buffer.errors import UNREADABLE, RecordError, SchemaMismatch, TurnsLost
 from outloop.buffer.records import OpenEpisode, Trajectory, Turn, check_turns
 from outloop.buffer.redis.client import translated
+from outloop.buffer.store.turns import AsyncTurnStore, Stored, TurnStore
 
 EPISODE_FIELDS = ("opening", "closure", "reward", "closed")
 """The fields to read from an episode's hash, in this order."""
@@ -26,7 +27,7 @@ Fields = Sequence[bytes | None]
 
 
 async def load_async(
-    client: redis.asyncio.Redis, prefix: str, episode_id: str
+    client: redis.asyncio.Redis, prefix: str, turns: AsyncTurnStore, episode_id: str
 ) -> OpenEpisode | None:
     """The episode as it is now; None if unknown.
 
@@ -37,34 +38,37 @@ async def load_async(
         async with client.pipeline(transaction=False) as pipeline:
             pipeline.hmget(name, list(_OPEN_EPISODE_FIELDS))
             pipeline.lrange(f"{name}:turns", 0, -1)
-            fields, turns = await pipeline.execute()
-        earlier: list[Any] = []
+            fields, listed = await pipeline.execute()
+        found: list[tuple[str, Any]] = [(episode_id, listed)]
         source: Any = fields[4]
         while source is not None:
-            name = f"{prefix}episode:{source.decode()}"
+            earlier_id = source.decode()
+            name = f"{prefix}episode:{earlier_id}"
             async with client.pipeline(transaction=True) as pipeline:
                 pipeline.lrange(f"{name}:turns", 0, -1)
                 pipeline.hget(name, "resumes")
-                recorded, source = await pipeline.execute()
-            earlier.append(recorded)
-    return open_episode_from(fields, turns, earlier)
+                listed, source = await pipeline.execute()
+            found.append((earlier_id, listed))
+        own, *earlier = await turns.read(found)
+    return open_episode_from(fields, own, earlier)
 
 
-def load_sync(client: redis.Redis, prefix: str, episode_id: str) -> OpenEpisode | None:
+def load_sync(
+    client: redis.Redis, prefix: str, turns: TurnStore, episode_id: str
+) -> OpenEpisode | None:
     """The episode as it is now, without turns of other episodes; None if unknown."""
     name = f"{prefix}episode:{episode_id}"
-    with (
-        translated(f"loading episode_id={episode_id}"),
-        client.pipeline(transaction=True) as pipeline,
-    ):
-        pipeline.hmget(name, list(_OPEN_EPISODE_FIELDS))
-        pipeline.lrange(f"{name}:turns", 0, -1)
-        fields, turns = pipeline.execute()
-    return open_episode_from(fields, turns)
+    with translated(f"loading episode_id={episode_id}"):
+        with client.pipeline(transaction=True) as pipeline:
+            pipeline.hmget(name, list(_OPEN_EPISODE_FIELDS))
+            pipeline.lrange(f"{name}:turns", 0, -1)
+            fields, listed = pipeline.execute()
+        (own,) = turns.read([(episode_id, listed)])
+    return open_episode_from(fields, own)
 
 
 def open_episode_from(
-    fields: Fields, turns: Sequence[bytes], earlier: Sequence[Sequence[bytes]] = ()
+    fields: Fields, turns: Stored, earlier: Sequence[Stored] = ()
 ) -> OpenEpisode | None:
     """The episode from its stored fields; None without an opening.
 
@@ -91,10 +95,11 @@ def open_episode_from(
     )
 
 
-def trajectory_from(episode_id: str, fields: Fields, turns: Sequence[bytes]) -> Trajectory:
-    """The closed episode with its turns, from its EPISODE_FIELDS and its list of turns.
+def trajectory_from(episode_id: str, fields: Fields, turns: Stored) -> Trajectory:
+    """The closed episode with its turns, from its EPISODE_FIELDS and its turns as they are stored.
 
     Raises:
+        TurnsLost: a shard lacks some of them.
         RecordError: it is not closed, or a record is damaged or belongs to another episode.
         SchemaMismatch: a record was written by another release.
     """
@@ -123,18 +128,29 @@ def named(what: str) -> Iterator[None]:
         raise SchemaMismatch(f"{what}: {error}") from error
 
 
-def _turns_from(episode_id: str, records: Sequence[bytes]) -> list[Turn]:
+def _turns_from(episode_id: str, records: Stored) -> list[Turn]:
     turns: list[Turn] = []
+    if None in records:
+        raise TurnsLost(
+            f"episode_id={episode_id}: its shard of the Redis Cluster lacks {records.count(None)} "
+            f"of {len(records)} turns that it had acknowledged"
+        )
     try:
         for record in records:
-            turns.append(records_codec.decode_turn(record))
+            turns.append(_turn_from(record))
     except UNREADABLE:
         with named(f"episode_id={episode_id}, turns[{len(turns)}]"):
             raise
     return turns
 
 
-def _recorded(own: Sequence[Turn], earlier: Sequence[Sequence[bytes]]) -> tuple[Turn, ...]:
+def _turn_from(record: bytes | None) -> Turn:
+    if record is None:
+        raise TurnsLost("a shard of the Redis Cluster lacks this turn")
+    return records_codec.decode_turn(record)
+
+
+def _recorded(own: Sequence[Turn], earlier: Sequence[Stored]) -> tuple[Turn, ...]:
     """The turns of `earlier` that `own` lacks, each once.
 
     A turn that cannot be read any more, and what came after it on its branch, is left out: it is
@@ -145,7 +161,7 @@ def _recorded(own: Sequence[Turn], earlier: Sequence[Sequence[bytes]]) -> tuple[
     for records in earlier:
         for record in records:
             with suppress(*UNREADABLE):
-                turn = records_codec.decode_turn(record)
+                turn = _turn_from(record)
                 parent = turn.parent_turn_id
                 if turn.turn_id not in known and (parent is None or parent in known):
                     known.add(turn.turn_id)

@@ -18,6 +18,7 @@ from outloop.buffer.errors import UNREADABLE
 from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.scripts import SyncScripts
 from outloop.buffer.store.episodes import open_episode_from
+from outloop.buffer.store.turns import TurnStore
 from outloop.buffer.trajectories.ended import EndedEpisode, Entry
 
 _FIELDS = ("opening", "closure", "reward", "closed", "resumes")
@@ -27,10 +28,13 @@ _log = structlog.get_logger()
 class TrajectoryQueue:
     """The archiver's end of the queue of one run; one archiver uses it at a time."""
 
-    def __init__(self, client: redis.Redis, prefix: str, scripts: SyncScripts) -> None:
+    def __init__(
+        self, client: redis.Redis, prefix: str, scripts: SyncScripts, turns: TurnStore
+    ) -> None:
         self._client = client
         self._prefix = prefix
         self._scripts = scripts
+        self._turns = turns
 
     def open(self, max_waiting_tokens: int) -> None:
         """From now on episodes that end wait to be archived, up to so many token ids."""
@@ -64,17 +68,16 @@ class TrajectoryQueue:
 
     def load(self, entries: Sequence[Entry]) -> Iterator[EndedEpisode]:
         """Their episodes, in order; one whose records cannot be read is logged and left out."""
-        with (
-            translated("reading ended episodes"),
-            self._client.pipeline(transaction=False) as pipeline,
-        ):
-            for entry in entries:
-                name = f"{self._prefix}episode:{entry.episode_id}"
-                pipeline.hmget(name, list(_FIELDS))
-                pipeline.lrange(f"{name}:turns", 0, -1)
-            found = iter(pipeline.execute())
-        for entry in entries:
-            fields, turns = next(found), next(found)
+        with translated("reading ended episodes"):
+            with self._client.pipeline(transaction=False) as pipeline:
+                for entry in entries:
+                    name = f"{self._prefix}episode:{entry.episode_id}"
+                    pipeline.hmget(name, list(_FIELDS))
+                    pipeline.lrange(f"{name}:turns", 0, -1)
+                answers = pipeline.execute()
+            ids = [entry.episode_id for entry in entries]
+            stored = self._turns.read(list(zip(ids, answers[1::2], strict=True)))
+        for entry, fields, turns in zip(entries, answers[::2], stored, strict=True):
             try:
                 episode = open_episode_from(fields, turns)
             except UNREADABLE as error:
@@ -94,6 +97,8 @@ class TrajectoryQueue:
         _, waiting = self._scripts.call(
             "archived", next_entry, what=f"acknowledging {next_entry} archived episodes"
         )
+        with translated("deleting freed turns"):
+            self._turns.free()
         return int(waiting)
 
     def _range(self, num: int, skip: int = 0) -> tuple[int, list[bytes]]:

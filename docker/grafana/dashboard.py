@@ -49,7 +49,8 @@ ROWS: dict[str, list[tuple[str, str, dict[str, str]]]] = {
                                 "depth": f"outloop_buffer_pipeline_depth{RUN}"}),
         ("Dropped groups", "short", {
             why: f"outloop_buffer_dropped_{why}{RUN}"
-            for why in ("stale", "no_signal", "failed", "overlong", "malformed", "filtered")}),
+            for why in ("stale", "no_signal", "failed", "overlong", "malformed", "filtered",
+                        "lost")}),
         ("Attempts without a result", "percentunit",
          {"share": f"outloop_buffer_replaced_share{RUN}"}),
     ],

@@ -148,8 +148,8 @@ class BanditReader(BufferReader):
     server: Server
     make_turn: MakeTurn
 
-    def __init__(self, run: Run, *options: Any) -> None:
-        super().__init__(run, *options)
+    def __init__(self, run: Run, *options: Any, **named: Any) -> None:
+        super().__init__(run, *options, **named)
         self.registry = _NotingRegistry(options[0], prefix(run.run_id), self._scripts)
         self.registry.on_wait = lambda sentence: self.on_wait(sentence)
         self.on_wait: Callable[[str], None] = lambda sentence: None

@@ -19,8 +19,8 @@ from outloop.buffer.writer import BufferWriter
 class WatchedWriter(BufferWriter):
     """A BufferWriter that notes what it is asked for, and can hold back or refuse turns."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         self.num_loads = 0
         self.num_policy_reads = 0
         self.may_answer = asyncio.Event()

@@ -20,6 +20,13 @@ local function episode_key(episode_id) return prefix .. 'episode:' .. episode_id
 local function count(name, by) redis.call('HINCRBY', COUNTERS, name, by or 1) end
 local function number(value) return value and tonumber(value) or nil end
 
+-- Have clients delete what a shard holds of an episode, from `at` (Unix ms) on. Each entry is made
+-- once, so that removing it after the deletion removes no later one.
+local function delete_on_shard(episode_id, shard, at)
+  local entry = redis.call('HINCRBY', key('state'), 'freed_entries', 1)
+  redis.call('ZADD', key('freed'), at, entry .. ' ' .. shard .. ' ' .. episode_id)
+end
+
 -- How many publishes lead to a version; nil: it was abandoned by a rollback.
 local function depth_of(version)
   local depth = redis.call('HGET', VERSIONS, version)

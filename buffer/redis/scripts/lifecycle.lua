@@ -10,7 +10,7 @@
 local given = redis.call('HMGET', KEYS[1], 'group_size', 'groups_per_step', 'max_staleness',
   'max_replacements', 'attempt_ms', 'group_ms', 'lease_ms', 'gives_claims',
   'max_replaced_ppm', 'incomplete', 'pipeline_depth', 'max_resumptions', 'max_silence_ms',
-  'over_provision_ppm', 'task_order')
+  'over_provision_ppm', 'task_order', 'shards')
 local rules = {
   group_size = tonumber(given[1]), groups_per_step = tonumber(given[2]),
   max_staleness = tonumber(given[3]), max_replacements = tonumber(given[4]),
@@ -20,6 +20,7 @@ local rules = {
   incomplete = given[10] or 'train', pipeline_depth = given[11],
   max_resumptions = tonumber(given[12]) or 0, max_silence_ms = tonumber(given[13]) or 0,
   over_provision_ppm = tonumber(given[14]), longest_first = given[15] == 'longest_first',
+  is_sharded = (given[16] or '0') ~= '0',
 }
 local now = tonumber(ARGV[1])
 if now == 0 then
@@ -62,6 +63,15 @@ end
 -- start with this write, which is never refused.
 local function allow_when_full() redis.call('DEL', key('nothing')) end
 
+-- Delete the turns of an episode, which nothing needs any more.
+local function delete_turns(e)
+  redis.call('DEL', e .. ':turns')
+  local shard = rules.is_sharded and redis.call('HGET', e, 'shard')
+  if not shard then return end
+  redis.call('HSET', e, 'deleted_on', shard)
+  delete_on_shard(string.sub(e, #episode_key('') + 1), shard, 0)
+end
+
 -- Its turns go when nothing needs them any more: neither the list of failed episodes nor the archiver.
 local function free_episode(e)
   local f = redis.call('HMGET', e, 'kept', 'archiving')
@@ -69,7 +79,7 @@ local function free_episode(e)
     redis.call('HSET', e, 'freed', 1)
     return
   end
-  redis.call('DEL', e .. ':turns')
+  delete_turns(e)
   redis.call('PEXPIRE', e, RETENTION_MS)
 end
 
@@ -606,6 +616,8 @@ local function count_attempt(member, episode_id)
   if purpose == 'o' then
     -- It belongs to no evaluation; it can be read for as long as a repeated call may come.
     redis.call('PEXPIRE', e .. ':turns', RETENTION_MS)
+    local shard = redis.call('HGET', e, 'shard')
+    if shard then delete_on_shard(episode_id, shard, now + RETENTION_MS) end
     redis.call('PEXPIRE', e, RETENTION_MS)
     return nil
   end

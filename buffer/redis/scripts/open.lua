@@ -3,14 +3,15 @@
 -- ARGV[2]  number of openings, then for each: episode_id, member (t:GROUP:ATTEMPT,
 --          e:EVAL:ATTEMPT or, for an evaluation episode that nobody claimed, o:EPISODE:0),
 --          task_id, its source or '', what must be equal when it is opened again, opening record,
---          deadline in ms from now
+--          deadline in ms from now, number of the shard that has its turns, or ''
 -- Returns  {'ok', code, sentence, code, sentence, ...}: one pair per opening. gone: the attempt was
 --          replaced or its group sealed; conflict: same id, other content; not_found: no such group.
 -- Keeps    an attempt that resumes a lost episode passes that one's id on to its own (`resumes`);
 --          one episode per attempt: a later opening of the same attempt takes it over, because the
 --          answer to the earlier one may have been lost. Refused openings do not stop the others.
 
-local function open_one(episode_id, member, task_id, source_name, identity, opening, deadline_ms)
+local function open_one(episode_id, member, task_id, source_name, identity, opening, deadline_ms,
+    shard)
   local e = episode_key(episode_id)
   local known = redis.call('HGET', e, 'identity')
   if known then
@@ -44,6 +45,7 @@ local function open_one(episode_id, member, task_id, source_name, identity, open
   end
   redis.call('HSET', e, 'identity', identity, 'member', member, 'task_id', task_id,
     'opening', opening, 'started', redis.call('HGET', ATTEMPT_STARTS, member) or now)
+  if shard ~= '' then redis.call('HSET', e, 'shard', shard) end
   local source = purpose == 't' and source_of(owner, attempt)
   if source then
     local depth, version = extent_of(source)
@@ -64,9 +66,9 @@ end
 
 local answers = {'ok'}
 for i = 0, tonumber(ARGV[2]) - 1 do
-  local at = 3 + 7 * i
+  local at = 3 + 8 * i
   local code, sentence = open_one(ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3],
-    ARGV[at + 4], ARGV[at + 5], ARGV[at + 6])
+    ARGV[at + 4], ARGV[at + 5], ARGV[at + 6], ARGV[at + 7])
   answers[#answers + 1] = code
   answers[#answers + 1] = sentence
 end

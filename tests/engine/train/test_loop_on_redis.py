@@ -67,8 +67,8 @@ class BadServer(LateServer):
 class DamagingWriter(BufferWriter):
     """One that spoils a recorded turn now and then: of another release, or cut short."""
 
-    def __init__(self, run: Run, client: redis.asyncio.Redis, *options: Any) -> None:
-        super().__init__(run, client, *options)
+    def __init__(self, run: Run, client: redis.asyncio.Redis, *options: Any, **named: Any) -> None:
+        super().__init__(run, client, *options, **named)
         self._run_id, self._redis, self._num_turns = run.run_id, client, 0
 
     async def append_turn(self, turn: Turn) -> EpisodeUsage:
