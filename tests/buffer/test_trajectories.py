@@ -356,6 +356,8 @@ def test_one_archiver_writes_a_folder(tmp_path: Path) -> None:
         pass
 
 
+# Four processes are started, each of which may take its minute.
+@pytest.mark.timeout(300)
 async def test_a_process_that_is_killed_again_and_again(
     server: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -113,6 +113,8 @@ def any_change(data: st.DataObject) -> Callable[[bytes], bytes]:
     return data.draw(st.sampled_from(changes))
 
 
+# Dozens of runs, as long as each takes on a busy machine.
+@pytest.mark.timeout(300)
 def test_no_bytes_stop_the_reader(
     where: str,
     url: str,

@@ -47,7 +47,8 @@ def test_a_run_goes_on_when_its_redis_is_killed(
         while len(made := [at for at in times_of_steps(folder) if at > killed_at]) < 2:
             assert process.poll() is None
             time.sleep(0.1)
-        assert made[1] - killed_at < 30
+        # Long before the deadline of what was in flight.
+        assert made[1] - killed_at < 60
         redis_of(workspace).kill()
         allow()
         output, _ = process.communicate(timeout=150)
