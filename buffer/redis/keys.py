@@ -138,7 +138,9 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("dead", "list", _RUN, "scripts", "groups dropped as failed or malformed, the last 256"),
     KeySpec("dead:GROUP", "hash", _LETTER, "scripts", "why it was dropped, slot, task, tallies"),
     KeySpec("dead:GROUP:episodes", "list", "16 dead letters", "scripts", "its scored episode ids"),
-    KeySpec("versions", "hash", "last 10,000", "announce_version", "version -> depth, or abandoned"),
+    KeySpec(
+        "versions", "hash", "last 10,000", "announce_version", "version -> depth, or abandoned"
+    ),
     KeySpec("version_parents", "hash", "last", "announce_version", "version -> parent or empty"),
     KeySpec("evals", "list", _RUN, "request_eval", "names of evaluations whose episodes are kept"),
     KeySpec("eval_queue", "list", _RUN, "request_eval", "evaluation attempts to claim"),

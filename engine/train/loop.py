@@ -20,7 +20,7 @@ from typing import Any
 import structlog
 
 from outloop.buffer.errors import UpdateRefused
-from outloop.buffer.records import Lease
+from outloop.buffer.records import Group, Lease
 from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.buffer.trajectories.steps import StepRecord, UpdateResult, write_step
@@ -30,7 +30,7 @@ from outloop.engine.train.checkpoint.acknowledgement import Acknowledgements
 from outloop.engine.train.checkpoint.best_checkpoint import BestCheckpoint
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
 from outloop.engine.train.curriculum import Curriculum
-from outloop.engine.train.data.batch_builder import Batch, build_batch
+from outloop.engine.train.data.batch_builder import Batch, build_batch, group_rewards
 from outloop.engine.train.data.teacher_context import TeacherContexts
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.evaluation import Evaluations
@@ -149,6 +149,8 @@ class RlLoop:
         self._filtered: dict[str, str] = {}
         """The answer of the user's filter for each group of this step."""
         self._steps_without_signal = 0
+        self._low_reward = run.settings.env.failure_reward
+        """The next warning of rewards below that of failing is of one below this."""
         self._reference_hash = ""
         """Content hash of the reference that the run is pinned to; empty until one is used."""
 
@@ -379,6 +381,7 @@ class RlLoop:
             filtered=self._filtered,
             context_of=None if self._contexts is None else self._contexts.ids_of,
         )
+        self._warn_of_failure_reward([lease.group for lease in leases])
         reward = f"{batch.metrics['train/reward_mean']:.3f}"
         self._report(step=str(self._step + 1), reward=reward)
         slots = [lease.group.slot for lease in leases]
@@ -644,6 +647,21 @@ class RlLoop:
             self._evaluations.request_test(step=best.step, policy_version=self._version)
             if self._evaluations.collect() is not None:
                 self._best.mark_reported()
+
+    def _warn_of_failure_reward(self, groups: Sequence[Group]) -> None:
+        """An agent that fails must not do better than one that is wrong. Said once, and again when
+        failing pays twice as much."""
+        failed = self._settings.env.failure_reward
+        lowest = min(itertools.chain.from_iterable(map(group_rewards, groups)), default=failed)
+        if lowest >= self._low_reward:
+            return
+        self._low_reward = 2 * lowest - failed
+        _log.warning(
+            "failure_reward_too_high",
+            sentence=f"an episode was scored {lowest:g}, less than env.failure_reward={failed:g}, "
+            "which an agent gets that crashes or hangs: failing pays. Set env.failure_reward to "
+            "the lowest reward that the verifier can give.",
+        )
 
     def _warn_without_signal(self, batch: Batch) -> None:
         has_any = batch.metrics["train/groups_with_signal_share"] > 0

@@ -234,7 +234,6 @@ def build_batch(
         filtered={} if filtered is None else filtered,
         context_of=context_of,
     )
-    _warn_about_failure_reward(ordered, settings)
     samples = [
         dataclasses.replace(sample, is_imitated=_is_imitated(earned[index], advantage))
         for index, of_group in episodes.items()
@@ -473,19 +472,6 @@ def _take_metrics(groups: Sequence[Group], signal: Sequence[bool]) -> dict[str, 
         "train/length_reward_correlation": _length_reward_correlation(groups),
         "train/failed_share": _mean([outcome == "failed" for outcome in outcomes]),
     }
-
-
-def _warn_about_failure_reward(groups: Sequence[Group], settings: Settings) -> None:
-    """An agent that fails must not do better than one that is wrong."""
-    lowest = min((min(group_rewards(group), default=np.inf) for group in groups), default=np.inf)
-    failed = settings.env.failure_reward
-    if lowest < failed:
-        _log.warning(
-            "failure_reward_too_high",
-            sentence=f"an episode was scored {lowest:g}, less than env.failure_reward={failed:g}, "
-            "which an agent gets that crashes or hangs: failing pays. Set env.failure_reward to "
-            "the lowest reward that the verifier can give.",
-        )
 
 
 def _length_reward_correlation(groups: Sequence[Group]) -> float:

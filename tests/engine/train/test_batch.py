@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import structlog
 from hypothesis import HealthCheck, given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
@@ -290,20 +289,3 @@ def test_further_passes_deal_the_groups_anew(make_group: MakeGroup) -> None:
     assert passes[0] != passes[1] != passes[2]
     assert batch.updates(3, num_epochs=3, seed=5) == found
     assert batch.updates(3, num_epochs=3, seed=6) != found
-
-
-def test_a_reward_below_that_of_failing_is_warned_about(
-    make_group: MakeGroup,
-) -> None:
-    """With a verifier of -1 and 1 an agent that crashes must not get 0."""
-    with structlog.testing.capture_logs() as logs:
-        build_batch(
-            [make_group("g", rewards=[-1.0, 1.0])], settings(), policy_version=0, vocab_size=10
-        )
-    (event,) = [line for line in logs if line["event"] == "failure_reward_too_high"]
-    assert "Set env.failure_reward" in event["sentence"]
-    with structlog.testing.capture_logs() as logs:
-        build_batch(
-            [make_group("g", rewards=[0.0, 1.0])], settings(), policy_version=0, vocab_size=10
-        )
-    assert logs == []

@@ -152,6 +152,25 @@ def test_what_waited_for_a_resume_is_as_old_as_its_weights(setup: MakeRun) -> No
     assert row["train/staleness_max"] == 0
 
 
+def test_a_reward_below_that_of_failing_is_warned_about_once(setup: MakeRun) -> None:
+    """With a verifier of -1 and 1 an agent that crashes must not get 0; again at twice as much."""
+    num_scored = 0
+
+    def score(token: int) -> float:
+        nonlocal num_scored
+        num_scored += 1
+        return -1.0 - 2.0 * (num_scored > 4 * 64) if num_scored % 2 else 1.0
+
+    with structlog.testing.capture_logs() as logs:
+        setup(trainer=FAST | {"num_steps": 6}, reward_of=score).train()
+    said = [line["sentence"] for line in logs if line["event"] == "failure_reward_too_high"]
+    assert [sentence.split(",")[0] for sentence in said] == [
+        "an episode was scored -1",
+        "an episode was scored -3",
+    ]
+    assert "Set env.failure_reward" in said[0]
+
+
 def test_trained_episodes_that_are_shorter_than_played_ones_are_a_warning(setup: MakeRun) -> None:
     """Which is how slow episodes go missing without an error; and the row holds the ledger."""
     made = setup(trainer=FAST | {"num_steps": 1})
