@@ -119,7 +119,7 @@ def test_a_killed_runner_s_turns_are_not_generated_again(
         "buffer.group_size": 2,
         "trainer.groups_per_step": 1,
         "trainer.num_steps": 1,
-        "env.episode_deadline_s": 6,
+        "env.episode_deadline_s": 12,
     }
     options = [f"--set={name}={json.dumps(value)}" for name, value in values.items()]
     try:

@@ -264,7 +264,8 @@ async def test_blocking_calls_that_hang_are_truncated_and_left_behind(
 ) -> None:
     """At the deadline they are scored; the process that holds them is replaced."""
     router.num_episodes = 60
-    router.deadline_s = 5.0
+    # In which the process that comes in its place is up.
+    router.deadline_s = 10.0
     source = """
 import os
 import time
