@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import redis
 
 from outloop.buffer.errors import BufferUnavailable, Conflict
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.client import connect_sync, translated
 from outloop.buffer.redis.embedded import EmbeddedRedis
-from outloop.buffer.redis.keys import key, prefix
+from outloop.buffer.redis.keys import key, prefix, shard_tags
 from outloop.buffer.run import Run, load_run
 
 _UNLINK_CHUNK = 512
@@ -50,21 +53,26 @@ def purge(run_dir: Path) -> int:
     if _answers(run) and (run.settings.buffer.redis_url is None or _is_led(run)):
         raise Conflict(f"run_id={run.run_id} is up; stop it before its data is purged")
     with redis_of(run) as run:
-        client = connect_sync(run.redis_url)
-        try:
-            with translated(f"purging run_id={run.run_id}"):
-                # First: without it every script refuses the run, so half of a run is never used.
-                number = client.unlink(key(run.run_id, "meta"))
-                names: list[bytes] = []
-                for name in client.scan_iter(match=f"{prefix(run.run_id)}*", count=_UNLINK_CHUNK):
-                    names.append(name)
-                    if len(names) == _UNLINK_CHUNK:
-                        number += client.unlink(*names)
-                        names.clear()
-                if names:
-                    number += client.unlink(*names)
-        finally:
-            client.close()
+        with (
+            closing(connect_sync(run.redis_url)) as client,
+            translated(f"purging run_id={run.run_id}"),
+        ):
+            # First: without it every script refuses the run, so half of a run is never used.
+            number: Any = client.unlink(key(run.run_id, "meta"))
+            number += _unlink_all(client, prefix(run.run_id))
+        tags = shard_tags(run.run_id, run.settings.buffer.shards)
+        for url, tag in zip(run.shard_urls, tags, strict=True):
+            with closing(connect_sync(url)) as client, translated(f"purging shard {tag}"):
+                number += _unlink_all(client, f"{{{tag}}}:")
+    return int(number)
+
+
+def _unlink_all(client: redis.Redis, beginning: str) -> int:
+    """Delete the keys that begin like this; their number."""
+    number: Any = 0
+    found: Iterator[bytes] = client.scan_iter(match=f"{beginning}*", count=_UNLINK_CHUNK)
+    while names := list(islice(found, _UNLINK_CHUNK)):
+        number += client.unlink(*names)
     return int(number)
 
 

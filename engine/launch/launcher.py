@@ -647,10 +647,11 @@ def _enter(run: Run) -> None:
         SettingsError: it cannot, or a setting differs that a run cannot change.
         BufferUnavailable: it does not answer.
     """
-    with closing(connect_sync(run.redis_url)) as client:
-        server = read_server(client)
-    if server is not None:
-        server.check()
+    for url in (run.redis_url, *run.shard_urls):
+        with closing(connect_sync(url)) as client:
+            server = read_server(client)
+        if server is not None:
+            server.check()
     init_run(run)
 
 

@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from rich.markup import escape
 
 from outloop.buffer.errors import BufferUnavailable, OutloopError, SettingsError
-from outloop.buffer.redis.client import connect_sync, translated
+from outloop.buffer.redis.client import connect_sync, of_run, translated
+from outloop.buffer.redis.keys import shard_tags
 from outloop.buffer.redis.requirements import read_server
 from outloop.buffer.run import read_secret, with_access
 from outloop.buffer.settings import Settings
@@ -41,6 +42,7 @@ def examine_run(settings: Settings) -> Iterator[Finding]:
     yield _packages()
     yield _checked("settings", lambda: check_settings(settings), "model, tasks and code load")
     yield from _redis(settings)
+    yield from _shards(settings)
     yield from _ports(settings)
     yield from _keys(settings)
     yield from _servers(settings)
@@ -149,6 +151,29 @@ def _redis(settings: Settings) -> Iterator[Finding]:
             is_required=False,
         )
     yield _good(what, f"{(after - before) * 1e3:.1f} ms for a command")
+
+
+def _shards(settings: Settings) -> Iterator[Finding]:
+    """The primaries that would have the turns of the run: reached, keeping everything."""
+    url = settings.buffer.redis_url
+    if url is None or not settings.buffer.shards:
+        return
+    try:
+        access = with_access(url, settings.buffer)
+    except SettingsError:
+        # Reported of buffer.redis_url.
+        return
+    # Those of any run are in the same parts of the cluster.
+    for number, tag in enumerate(shard_tags(settings.run.name, settings.buffer.shards), 1):
+        what = f"shard {number} of buffer.shards={settings.buffer.shards}"
+        with closing(connect_sync(of_run(access, tag), timeout_s=_REDIS_TIMEOUT_S)) as client:
+            try:
+                server = read_server(client)
+            except BufferUnavailable as error:
+                yield _bad(what, "away", str(error))
+                continue
+        if server is not None:
+            yield _checked(what, server.check, f"Redis {server.version}")
 
 
 def _ports(settings: Settings) -> Iterator[Finding]:

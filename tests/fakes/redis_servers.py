@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,15 @@ class RedisServers:
         home.mkdir(parents=True)
         head = [f"port {port}", "bind 127.0.0.1", f"dir {home}", "repl-diskless-sync-delay 0"]
         (home / "server.conf").write_text("\n".join([*head, *lines]) + "\n")
+        self._run(port, *options)
+
+    def start_again(self, port: int) -> None:
+        """One that was killed, with what its folder holds."""
+        self._run(port)
+
+    def _run(self, port: int, *options: str) -> None:
         self._processes[port] = subprocess.Popen(
-            [str(find_server()), str(home / "server.conf"), *options],
+            [str(find_server()), str(self._folder / str(port) / "server.conf"), *options],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
@@ -87,13 +96,27 @@ class Cluster(RedisServers):
 
     def replicate(self, primary: int) -> None:
         """Have all spare nodes copy a primary, and wait until they do."""
-        name = self.ask(primary, "CLUSTER", "MYID").decode()
-        for port in self.spares:
-            self._until(lambda port=port: self.ask(port, "CLUSTER", "REPLICATE", name))
-        self._until(lambda: self._num_copies(primary) == len(self.spares))
+        self._replicate(dict.fromkeys(self.spares, primary))
+
+    def replicate_all(self) -> None:
+        """Have as many spare nodes copy each primary, and wait until they do."""
+        self._replicate(dict(zip(self.spares, cycle(self.primaries), strict=False)))
+
+    def _replicate(self, primaries: Mapping[int, int]) -> None:
+        """Have replicas copy their primaries."""
+        for port, primary in primaries.items():
+            name = self.ask(primary, "CLUSTER", "MYID").decode()
+            self._until(lambda port=port, name=name: self.ask(port, "CLUSTER", "REPLICATE", name))
+        for primary, number in Counter(primaries.values()).items():
+            self._until(lambda primary=primary, number=number: self._num_copies(primary) == number)
         # A node that does not know it as a replica would not vote for it.
         for port in self.primaries:
-            self._until(lambda port=port: self._num_known_replicas(port) == len(self.spares))
+            self._until(lambda port=port: self._num_known_replicas(port) == len(primaries))
+
+    def wait_until_whole(self, port: int) -> None:
+        """Until a node that was started again has its place back."""
+        num_nodes = len(self.primaries) + len(self.spares)
+        self._until(lambda: self._is_whole(port, num_nodes))
 
     def owner(self, slot: int, *, among: Sequence[int]) -> int:
         """The port of the primary of a slot, as one of the nodes `among` says it."""
