@@ -87,6 +87,9 @@ end of each."""
 _EPISODE_ROWS = 4096
 _TURN_ROWS = 256
 """Rows of a row group; one episode's turns are found by the statistics of their groups."""
+_GROUP_BYTES = 8 * 2**20
+"""Of a row group in memory, about, where rows are merged: four thousand long episodes would be
+hundreds of MB."""
 _OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}
 
 
@@ -210,7 +213,8 @@ def write_tables(episodes: pa.Table, turns: pa.Table, to_episodes: Path, to_turn
 def merge_files(parts: Sequence[tuple[Path, Path]], to_episodes: Path, to_turns: Path) -> None:
     """Write the files of a part with the rows of several, in order; `parts`: (episodes, turns).
 
-    A row group is in memory at a time, however large the parts are.
+    A row group is in memory at a time, however large the parts are, and groups of long texts have
+    fewer rows.
     """
     _merge([turns for _, turns in parts], to_turns, num_rows=_TURN_ROWS)
     _merge([episodes for episodes, _ in parts], to_episodes, num_rows=_EPISODE_ROWS)
@@ -222,10 +226,10 @@ def _merge(paths: Sequence[Path], to: Path, *, num_rows: int) -> None:
         waiting: pa.Table | None = None
         for path in paths:
             with pq.ParquetFile(path) as file:
-                for batch in file.iter_batches(batch_size=num_rows):
-                    table = pa.Table.from_batches([batch])
+                for number in range(file.num_row_groups):
+                    table = file.read_row_group(number)
                     waiting = table if waiting is None else pa.concat_tables([waiting, table])
-                    if waiting.num_rows >= num_rows:
+                    while waiting.num_rows >= num_rows or waiting.nbytes >= _GROUP_BYTES:
                         writer.write_table(waiting.slice(0, num_rows), row_group_size=num_rows)
                         waiting = waiting.slice(num_rows)
         if waiting is not None and waiting.num_rows:

@@ -335,6 +335,22 @@ def test_merged_files_have_every_row_in_order_in_whole_row_groups(tmp_path: Path
     assert groups == [256, 256, 256, 256, 77]
 
 
+def test_a_row_group_of_long_texts_has_fewer_rows(tmp_path: Path) -> None:
+    """So that what is in memory is bounded by bytes too."""
+    table = pa.table({"text": [letter * 100_000 for letter in "abcdefgh" * 5]})
+    parts = [(tmp_path / f"episodes-{number}", tmp_path / f"turns-{number}") for number in range(8)]
+    for pair in parts:
+        for path in pair:
+            pq.write_table(table, path)
+    episodes, turns = tmp_path / "episodes", tmp_path / "turns"
+    merge_files(parts, episodes, turns)
+    for path in (episodes, turns):
+        metadata = pq.read_metadata(path)
+        groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        assert groups == [120, 120, 80]
+        assert pq.read_table(path).equals(pa.concat_tables([table] * 8))
+
+
 async def test_a_share_keeps_whole_groups(start: Callable[..., Any], tmp_path: Path) -> None:
     """Groups are kept or left out whole; everything is acknowledged."""
     loop = await start(num_tasks=40, trainer__groups_per_step=16)
