@@ -74,8 +74,10 @@ def build_trajectory(episode_id: str, num_tokens: int, num_turns: int) -> Trajec
     return Trajectory(episode=episode, turns=build_turns(episode_id, num_tokens, num_turns))
 
 
-def make_run(name: str, folder: Path, url: str, groups_per_step: int, group_size: int) -> Run:
-    """A run in Redis."""
+def make_run(
+    name: str, folder: Path, url: str, groups_per_step: int, group_size: int, **buffer: Any
+) -> Run:
+    """A run in Redis; `buffer`: more settings of the buffer."""
     settings = build_settings(
         {
             "run": {"name": name, "dir": str(folder)},
@@ -86,6 +88,7 @@ def make_run(name: str, folder: Path, url: str, groups_per_step: int, group_size
                 "max_staleness": 0,
                 "group_deadline_s": 3600,
                 "lease_s": 3600,
+                **buffer,
             },
             "trainer": {"groups_per_step": groups_per_step},
         },

@@ -4,19 +4,26 @@ A cluster of three primaries; as many runs of their own as RUNS says (6), which 
 over the primaries, play at once: batches of 32 groups of 4, each episode one turn of TOKENS (2048)
 tokens. Prints, for each primary, its runs, bytes for a queued trajectory over those of its arrays,
 and the trajectories and megabytes a second that were written to it and taken from it, beside those
-of the same runs on one server. Three primaries and the clients share this machine's cores, so
-rates say what is lost by the cluster's client, not what three machines would give.
+of the same runs on one server. Then one run after the other whose turns are on 1, 2 and 3 shards of
+the same cluster, in turn with one without shards: their rates over its rate, the medians of ROUNDS
+(15), and what each of three shards and the run's own primary hold.
+
+Three primaries and the clients share this machine's cores, so rates say what is lost by the
+cluster's client and by shards, not what three machines would give.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import statistics
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import redis
 import uvloop
@@ -28,11 +35,13 @@ from fakes.redis_servers import Cluster
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Reward
 from outloop.buffer.redis.embedded import EmbeddedRedis
-from outloop.buffer.redis.keys import hash_tag
+from outloop.buffer.redis.keys import hash_tag, shard_tags
 from outloop.buffer.writer import BufferWriter
 
 RUNS = int(os.environ.get("RUNS", "6"))
 TOKENS = int(os.environ.get("TOKENS", "2048"))
+ROUNDS = int(os.environ.get("ROUNDS", "15"))
+SHARDS = (0, 1, 2, 3)
 GROUPS, GROUP_SIZE = 32, 4
 NUM_EPISODES = GROUPS * GROUP_SIZE
 BYTES_OF_A_TOKEN = 4 + 4 / 2
@@ -42,8 +51,11 @@ BYTES_OF_A_TOKEN = 4 + 4 / 2
 class LoadedRun:
     """One run."""
 
-    def __init__(self, name: str, folder: Path, url: str) -> None:
-        self.run = make_run(name, folder, url, 2 * GROUPS, GROUP_SIZE)
+    def __init__(
+        self, name: str, folder: Path, url: str, *, num_batches: int = 2, **buffer: Any
+    ) -> None:
+        """`buffer`: settings of the buffer."""
+        self.run = make_run(name, folder, url, num_batches * GROUPS, GROUP_SIZE, **buffer)
 
     @property
     def slot(self) -> int:
@@ -108,8 +120,59 @@ def used_memory(port: int) -> int:
         client.close()
 
 
+def held_by(cluster: Cluster, tag: str) -> int:
+    """The bytes of the keys with a hash tag, as their server counts them."""
+    port = cluster.owner(key_slot(tag.encode()), among=cluster.primaries)
+    with closing(redis.Redis(port=port, protocol=2)) as client:
+        names = client.scan_iter(f"{{{tag}}}:*", count=1000)
+        return sum(client.memory_usage(name, samples=0) or 0 for name in names)
+
+
+async def measure_shards(cluster: Cluster, folder: Path) -> dict[str, float]:
+    """Runs with and without shards, in turn."""
+    runs = {
+        number: LoadedRun(
+            f"shards{number}",
+            folder,
+            cluster.url,
+            num_batches=ROUNDS + 1,
+            redis_url=cluster.url,
+            shards=number,
+        )
+        for number in SHARDS
+    }
+    for run in runs.values():
+        await run.join()
+        # Connections are made by a batch that is not counted.
+        await play([run])
+    times: dict[int, list[tuple[float, float]]] = {number: [] for number in SHARDS}
+    for _ in range(ROUNDS):
+        for number, run in runs.items():
+            times[number].append(await play([run]))
+    figures: dict[str, float] = {}
+    medians = {
+        number: [statistics.median(seconds) for seconds in zip(*found, strict=True)]
+        for number, found in times.items()
+    }
+    for number, (written_s, taken_s) in medians.items():
+        figures[f"shards_{number}_written_per_s"] = NUM_EPISODES / written_s
+        figures[f"shards_{number}_taken_per_s"] = NUM_EPISODES / taken_s
+        if number:
+            figures[f"shards_{number}_written_vs_none"] = medians[0][0] / written_s
+            figures[f"shards_{number}_taken_vs_none"] = medians[0][1] / taken_s
+    run_id = runs[SHARDS[-1]].run.run_id
+    held = [held_by(cluster, tag) for tag in shard_tags(run_id, SHARDS[-1])]
+    for number, num_bytes in enumerate(held, 1):
+        figures[f"shard_{number}_of_3_held_mb"] = num_bytes / 1e6
+    figures["shards_largest_vs_mean"] = max(held) / statistics.mean(held)
+    figures["shards_run_primary_held_mb"] = held_by(cluster, hash_tag(run_id)) / 1e6
+    for run in runs.values():
+        await run.close()
+    return figures
+
+
 async def measure() -> dict[str, float]:
-    """The cluster, then one server."""
+    """The cluster, then shards, then one server."""
     figures: dict[str, float] = {"load_average": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -139,6 +202,8 @@ async def measure() -> dict[str, float]:
             figures |= _rates("cluster", seconds)
             for run in runs:
                 await run.close()
+            say(f"runs of {SHARDS} shards, in turn")
+            figures |= await measure_shards(cluster, folder)
         finally:
             cluster.stop()
         say(f"{RUNS} runs on one server")
