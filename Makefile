@@ -93,7 +93,7 @@ SEED ?= 0
 curves: $(STAMP)
 	SEED=$(SEED) $(BIN)/python examples/curves.py $(EXAMPLE)
 
-# SmolLM2-135M-Instruct, from a package; about a quarter of an hour on two idle cores, no GPU.
+# SmolLM2-135M-Instruct, from a package; 15 to 40 minutes on two cores, no GPU.
 .PHONY: demo-llm
 demo-llm: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/smollm2/demo.py
