@@ -22,6 +22,7 @@ from outloop.buffer.errors import (
     RecordError,
     SchemaMismatch,
     ServerUnavailable,
+    TurnsLost,
 )
 
 _NEVER_FINAL = frozenset({408, 409, 429})
@@ -151,12 +152,12 @@ def as_refusal(error: OutloopError) -> Refusal:
     """The answer for an error of another layer; infrastructure errors stay retryable."""
     if isinstance(error, Refusal):
         return error
+    if isinstance(error, Gone | TurnsLost):
+        return Refusal(410, "gone", str(error))
     if isinstance(error, RecordError | SchemaMismatch):
         return Refusal(400, "invalid_value", str(error))
     if isinstance(error, NotFound):
         return Refusal(404, "not_found", str(error))
-    if isinstance(error, Gone):
-        return Refusal(410, "gone", str(error))
     if isinstance(error, Conflict):
         return Refusal(422, "conflict", str(error))
     if isinstance(error, DeadlineExceeded):
