@@ -163,6 +163,8 @@ def _soak(cells: Mapping[str, Any]) -> str:
         [name, *(f"{number:,.1f}" for number in found["series"][name]), _slope(found, name)]
         for name in found["series"]
     ]
+    # Those of before are slopes over the whole time.
+    over = "last half, " if "staying" in found else ""
     sentence = (
         f"{found['minutes']:.0f} minutes, {found['num_steps']} steps, {found['num_faults']} faults "
         f"({', '.join(f'{number} {name}' for name, number in found['faults'].items())}); load "
@@ -171,8 +173,17 @@ def _soak(cells: Mapping[str, Any]) -> str:
     return (
         sentence
         + "\n\n"
-        + table(["measured", "first third", "second", "last", "by hour, 95 %"], rows)
+        + table(["measured", "first third", "second", "last", f"{over}by hour, 95 %"], rows)
+        + _staying(found)
     )
+
+
+def _staying(found: Mapping[str, Any]) -> str:
+    """Which keys of Redis that do not expire were the largest at the end."""
+    if not found.get("staying"):
+        return ""
+    sizes = ", ".join(f"`{kind}` {size / 1e3:,.1f}" for kind, size in found["staying"].items())
+    return f"\n\nKB in Redis that stay, at the end: {sizes}."
 
 
 def _slope(found: Mapping[str, Any], name: str) -> str:

@@ -9,6 +9,7 @@ process of it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -106,6 +107,8 @@ class Stack:
         }
         (folder / "hosts.json").write_text(json.dumps(places))
         self._leases = 0
+        self._looked_at = -math.inf
+        self._staying: Counter[str] = Counter()
         self.redis = self._start_redis()
         self.launcher = self._start_launcher()
         self._reader: BufferReader | None = None
@@ -249,6 +252,36 @@ class Stack:
         except Exception:  # noqa: BLE001 (as in `phase`)
             self._client = None
             return None
+
+    def bytes_that_stay(self, pause_s: float) -> int | None:
+        """What the keys of Redis take that do not expire; None while it is away, or less than
+        `pause_s` after the last look."""
+        if time.monotonic() < self._looked_at + pause_s:
+            return None
+        try:
+            client = connect_sync(self.run().redis_url)
+            names = list(client.scan_iter(f"{prefix(self.run().run_id)}*", count=1000))
+            pipeline = client.pipeline(transaction=False)
+            for name in names:
+                pipeline.pttl(name)
+            staying = [n for n, ttl in zip(names, pipeline.execute(), strict=True) if ttl == -1]
+            for name in staying:
+                pipeline.memory_usage(name, samples=0)
+            sizes = pipeline.execute()
+            client.close()
+        except Exception:  # noqa: BLE001 (as in `phase`)
+            return None
+        self._looked_at = time.monotonic()
+        self._staying.clear()
+        for name, size in zip(staying, sizes, strict=True):
+            words = name.decode().split(":", 2)[2].split(":")
+            kind = ":".join([words[0], *(words[-1:] if len(words) > 2 else ())])
+            self._staying[kind] += size or 0
+        return self._staying.total()
+
+    def staying(self) -> dict[str, int]:
+        """Bytes by kind of key at the last look of `bytes_that_stay`, the largest first."""
+        return dict(self._staying.most_common(8))
 
     def ledger_closes(self) -> bool:
         """Every attempt that started is in one column."""

@@ -1,0 +1,42 @@
+"""What the soak calls growth."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HOUR_S = 3600.0
+
+
+@pytest.fixture
+def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program, which finds its neighbours where it lies."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return importlib.import_module("soak")
+
+
+@pytest.mark.parametrize(
+    ("name", "by_hour", "filled_s", "hours", "is_growth"),
+    [
+        ("memory of archiver, MB", 60.0, HOUR_S / 2, 1, False),
+        ("memory of archiver, MB", 60.0, HOUR_S, 1, True),
+        ("memory of archiver, MB", 5.0, HOUR_S, 1, False),
+        ("memory of redis, MB", 60.0, HOUR_S, 1, False),
+        ("memory of redis, MB", 60.0, HOUR_S, 3, False),
+        ("memory of redis, MB", 60.0, 3 * HOUR_S, 3, True),
+        ("metrics, logs and archive, MB", 60.0, HOUR_S, 1, False),
+    ],
+    ids=["fills", "leaks", "slowly", "not yet full", "full", "leaks for long", "by design"],
+)
+def test_growth_is_a_slope_of_the_last_half_above_its_bound(
+    soak: Any, name: str, by_hour: float, filled_s: float, hours: int, is_growth: bool
+) -> None:
+    """What fills in the first half does not grow, nor what is known to fill for an hour."""
+    seconds = hours * HOUR_S
+    values = [
+        (at, 100.0 + by_hour * min(at, filled_s) / HOUR_S + (at // 5) % 2)
+        for at in map(float, range(0, int(seconds), 5))
+    ]
+    slope = soak.slope_of(values, seconds / 2, seconds)
+    assert soak.grows(name, slope, largest=200.0, seconds=seconds) is is_growth
