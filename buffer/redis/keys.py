@@ -141,7 +141,9 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec(
         "versions", "hash", "last 10,000", "announce_version", "version -> depth, or abandoned"
     ),
-    KeySpec("version_parents", "hash", "last", "announce_version", "version -> parent or empty"),
+    KeySpec(
+        "version_parents", "hash", "last 10,000", "announce_version", "version -> parent or empty"
+    ),
     KeySpec("evals", "list", _RUN, "request_eval", "names of evaluations whose episodes are kept"),
     KeySpec("eval_queue", "list", _RUN, "request_eval", "evaluation attempts to claim"),
     KeySpec("eval:NAME", "hash", _EVALS, "request_eval", "total, done, sampling, version, suite"),

@@ -52,7 +52,7 @@ BOUNDS = {
     "open files of ": 10.0,
     # The last 256 dead letters and 64 failed episodes come with faults, not with time.
     "keys in Redis that stay": 300.0,
-    # 50 bytes for each of the last 10,000 versions, and some hundred for each dead letter.
+    # 94 bytes for each of the last 10,000 versions, and some hundred for each dead letter.
     STAYING: 1.0,
     EXPIRING: 1000.0,
     "checkpoints, MB": 10.0,
