@@ -87,11 +87,12 @@ test-mixture: venv-sglang
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/demo.py $(EXAMPLE)
 
-# The curve in the README of an example that `make demo` does not know, into its folder: EXAMPLE=two_roles.
+# The curve in the README of an example that `make demo` does not know, into its folder: EXAMPLE=two_roles;
+# CONFIG=frozen_customer.toml takes another settings file of the folder.
 SEED ?= 0
 .PHONY: curves
 curves: $(STAMP)
-	SEED=$(SEED) $(BIN)/python examples/curves.py $(EXAMPLE)
+	SEED=$(SEED) $(BIN)/python examples/curves.py $(EXAMPLE) $(if $(CONFIG),--config $(CONFIG))
 
 # SmolLM2-135M-Instruct, from a package; 15 to 40 minutes on two cores, no GPU.
 .PHONY: demo-llm

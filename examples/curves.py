@@ -1,6 +1,7 @@
 """The learning curve of an example's README: what `make curves EXAMPLE=two_roles` runs.
 
     python examples/curves.py two_roles          # SEED=0
+    python examples/curves.py customer --config frozen_customer.toml
 
 A made policy, the warm start if the example has one, and its run: curve.toml where there is one, or
 run.toml. Everything lands in runs/curve-NAME; the picture and its figures are copied into the
@@ -50,7 +51,7 @@ def train(config: Path, folder: Path, name: str, model: Path, seed: int) -> floa
     return time.monotonic() - started
 
 
-def play(example: Path, folder: Path, seed: int) -> tuple[Path, dict[str, float]]:
+def play(example: Path, config: Path, folder: Path, seed: int) -> tuple[Path, dict[str, float]]:
     """The run's folder, and how long its parts took."""
     made = ["new-policy", "--out", str(folder / "policy"), "--seed", str(seed)]
     made += ["--max-context-tokens", str(POLICY_TOKENS)]
@@ -61,8 +62,6 @@ def play(example: Path, folder: Path, seed: int) -> tuple[Path, dict[str, float]
     if (example / "warm_start.toml").exists():
         took = train(example / "warm_start.toml", folder, "warm-start", model, seed)
         model, seconds["warm start"] = folder / "warm-start" / "hf", took
-    own = example / "curve.toml"
-    config = own if own.exists() else example / "run.toml"
     seconds["RL"] = train(config, folder, "rl", model, seed)
     return folder / "rl", seconds
 
@@ -124,16 +123,24 @@ def page_lines(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the learning curve of an example.")
     parser.add_argument("name", help="a folder of examples/")
-    example = EXAMPLES / parser.parse_args().name
-    folder = Path(f"runs/curve-{example.name}")
+    parser.add_argument("--config", help="a settings file there, whose picture gets its name")
+    arguments = parser.parse_args()
+    example = EXAMPLES / arguments.name
+    picture = "curve"
+    if arguments.config:
+        config = example / arguments.config
+        picture += f"_{config.stem}"
+    elif not (config := example / "curve.toml").exists():
+        config = example / "run.toml"
+    folder = Path(f"runs/{picture}-{example.name}")
     shutil.rmtree(folder, ignore_errors=True)
     seed = int(os.environ.get("SEED", "0"))
-    run_folder, seconds = play(example, folder, seed)
+    run_folder, seconds = play(example, config, folder, seed)
     shown = SHOWN.get(example.name, REWARDS)
     rows = figures(run_folder, shown)
-    draw(rows, shown, example / "curve.png")
+    draw(rows, shown, example / f"{picture}.png")
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    (example / "curve.jsonl").write_text(lines)
+    (example / f"{picture}.jsonl").write_text(lines)
     sys.stdout.write(page_lines(rows, shown, seconds, seed))
 
 

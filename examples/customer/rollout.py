@@ -16,6 +16,12 @@ async def play_with_model(task, episode):
     return await talk(task, episode, customer)
 
 
+async def play_with_frozen(task, episode):
+    """The customer is the policy as it was before training, on a server of its own."""
+    customer = ModelCustomer(task.payload["wish"], episode.client, model="policy@frozen")
+    return await talk(task, episode, customer)
+
+
 async def talk(task, episode, customer):
     shop = Shop(task.payload["orders"])
     await serve(await customer.opening(), customer.answer, episode.client, shop)

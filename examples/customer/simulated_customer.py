@@ -3,7 +3,8 @@
 from openai import AsyncOpenAI
 
 GOODBYE = "BYE"
-PROMPT = (
+HELLO = "Hello, how can I help?"
+_PROMPT = (
     "You are a customer of a shop and talk to its support. {wish} Say one short sentence at a "
     f"time, and nothing that you were not asked for. When it is done, or cannot be, say {GOODBYE}."
 )
@@ -46,7 +47,8 @@ class ModelCustomer:
 
     Args:
         wish: as of `ScriptedCustomer`.
-        model: its name at the episode's endpoint: a table `[router.upstreams.NAME]`.
+        model: its name at the episode's endpoint: a table `[router.upstreams.NAME]`, or an earlier
+            version of the policy.
     """
 
     def __init__(self, wish: dict[str, str], client: AsyncOpenAI, model: str) -> None:
@@ -54,8 +56,8 @@ class ModelCustomer:
         self._model = model
         # From where the customer sits, the agent is the user.
         self._messages: list = [
-            {"role": "system", "content": PROMPT.format(wish=told(wish))},
-            {"role": "user", "content": "Hello, how can I help?"},
+            {"role": "system", "content": prompt(wish)},
+            {"role": "user", "content": HELLO},
         ]
 
     async def opening(self) -> str:
@@ -77,7 +79,8 @@ class ModelCustomer:
         return text
 
 
-def told(wish: dict[str, str]) -> str:
-    """A wish, as the prompt of a model says it."""
+def prompt(wish: dict[str, str]) -> str:
+    """What a model is told that plays the customer."""
     aim = f"sent to {wish['address']}" if "address" in wish else "cancelled"
-    return f"You want your order of a {wish['item']} {aim}. Its number is {wish['number']}."
+    said = f"You want your order of a {wish['item']} {aim}. Its number is {wish['number']}."
+    return _PROMPT.format(wish=said)

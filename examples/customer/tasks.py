@@ -11,7 +11,7 @@ import random
 from functools import cache
 
 from agent import SYSTEM_PROMPT, TOOLS, Shop
-from simulated_customer import ScriptedCustomer
+from simulated_customer import GOODBYE, HELLO, ScriptedCustomer, prompt
 
 from outloop.envs.tasks.splits import split_of
 
@@ -21,6 +21,7 @@ SHARES = {"train": 8, "validation": 1, "test": 1}
 NUM_TASKS = {"train": 2000, "validation": 200, "test": 200}
 
 NUM_CONVERSATIONS = 8000
+"""Of the agent, and as many of the customer."""
 ASK_SHARE = 0.35
 """How often the scripted agent asks for what it must know; otherwise it makes it up."""
 RIGHT_TOOL_SHARE = 0.7
@@ -128,12 +129,34 @@ def played(task: dict, acts: list) -> tuple[list[dict], Shop]:
 
 
 def conversations() -> list[dict]:
-    """What the warm start learns from: the careless agent with training wishes."""
+    """What the warm start learns from: the careless agent, its customer, and training wishes."""
     rng = random.Random(1)
-    return [
-        {"messages": played(task, scripted_player(task, rng))[0], "tools": TOOLS}
-        for task in (row("train", seed) for seed in range(NUM_CONVERSATIONS))
+    found = []
+    for seed in range(NUM_CONVERSATIONS):
+        task = row("train", seed)
+        messages, _ = played(task, scripted_player(task, rng))
+        found.append({"messages": messages, "tools": TOOLS})
+        asked = rng.sample(["Which number?", "Which address?", "Which number and address?"], 2)
+        found.append(
+            {"messages": heard(task, [*asked[: rng.randint(0, 2)], messages[-1]["content"]])}
+        )
+    return found
+
+
+def heard(task: dict, said: list[str]) -> list[dict]:
+    """The customer's conversation with an agent who says so: what a model needs to play it."""
+    customer = ScriptedCustomer(task["wish"])
+    messages: list[dict] = [
+        {"role": "system", "content": prompt(task["wish"])},
+        {"role": "user", "content": HELLO},
+        {"role": "assistant", "content": customer.wishes()},
     ]
+    for text in said:
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": customer.replies(text) or GOODBYE})
+        if messages[-1]["content"] == GOODBYE:
+            break
+    return messages
 
 
 def reward_of(player) -> float:

@@ -50,7 +50,7 @@ SHOWN_CHARS = 40
 NUM_WORDS = 3
 OPENING = "Which one? "
 
-NUM_CONVERSATIONS = 8_000
+NUM_CONVERSATIONS = 30_000
 SEARCH_SHARE = 0.6
 """How often the scripted player searches; otherwise it says any name."""
 CAREFUL_SHARE = 0.5

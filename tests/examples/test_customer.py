@@ -51,6 +51,22 @@ def test_a_careful_agent_is_right_and_an_idle_one_seldom(tasks: ModuleType) -> N
     assert 0.3 < tasks.reward_of(tasks.scripted_player) < 0.6
 
 
+def test_the_warm_start_shows_both_sides_of_a_talk(tasks: ModuleType) -> None:
+    """A customer begins, says what it is asked for and ends; half of the conversations are its."""
+    sides: list[list[str]] = [[], []]
+    for row in tasks.conversations()[:400]:
+        system, first, *rest = [message["content"] for message in row["messages"]]
+        is_customer = system.startswith("You are a customer")
+        sides[is_customer].append(first)
+        if is_customer:
+            answers = rest[::2]
+            assert answers[0].startswith(("Send my", "Cancel my"))
+            assert "BYE" not in answers[:-1]
+            assert answers[-1] == "BYE"
+            assert all(word in system for text in answers[1:-1] for word in text.split(", "))
+    assert len(sides[0]) == len(sides[1])
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -172,3 +188,15 @@ def test_it_trains_with_a_model_as_customer(
     assert all(row["train/failed_share"] == 0 for row in steps)
     # The agent says one thing of at most eight ids before the goodbye.
     assert all(0 < row["train/trained_tokens"] <= 12 * 8 for row in steps)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(240)
+def test_it_trains_with_an_earlier_version_as_customer(
+    train_example: Callable[..., list[dict[str, Any]]],
+) -> None:
+    """Two steps with the policy of the start as the customer."""
+    rows = train_example("customer", "frozen_customer.toml", buffer__drop_zero_signal=False)
+    steps = [row for row in rows if "train/loss" in row]
+    assert [row["train/episodes"] for row in steps] == [12, 12]
+    assert all(row["train/failed_share"] == 0 for row in steps)
