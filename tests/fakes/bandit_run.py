@@ -252,7 +252,7 @@ class BanditReader(BufferReader):
             answers: list[Answer] = [([1, 2], [3], [-1.0])]
         else:
             answers, reward = (self.episode or self._pull)(self.server)
-        for turn in self._turns(episode_id, answers):
+        for turn in self._turns_of(episode_id, answers):
             await writer.append_turn(turn)
         await writer.close_episode(
             episode_id,
@@ -267,7 +267,7 @@ class BanditReader(BufferReader):
         token, logprob = server.sample()
         return [([1, 2], [token], [logprob])], self.reward_of(token)
 
-    def _turns(self, episode_id: str, answers: Sequence[Answer]) -> list[Turn]:
+    def _turns_of(self, episode_id: str, answers: Sequence[Answer]) -> list[Turn]:
         lags = self.lagging_episodes is None or self._num_played <= self.lagging_episodes
         version = self.server.version - (self.lag if lags else 0)
         names = [f"{episode_id}.{number}" for number in range(len(answers))]
