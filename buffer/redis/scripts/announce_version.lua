@@ -9,7 +9,7 @@
 --          depth, which is no less than the depth it had, and far too old for every batch.
 
 -- With its parent, every one takes about 94 bytes for as long as the run is kept. Tokens and
--- checkpoints refer to versions of the last hours; parents are read by who audits a run.
+-- checkpoints refer to versions of the last hours; an audit of a run reads the parents.
 local KEPT_VERSIONS = 10000
 
 allow_when_full()
