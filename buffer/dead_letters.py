@@ -17,7 +17,7 @@ from outloop.buffer.errors import UNREADABLE, NotFound
 from outloop.buffer.records import DropReason, Trajectory
 from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.scripts import SyncScripts
-from outloop.buffer.store.episodes import EPISODE_FIELDS, trajectory_from
+from outloop.buffer.store.episodes import EPISODE_FIELDS, read_stored, trajectory_from
 from outloop.buffer.store.turns import Stored, TurnStore
 
 
@@ -94,15 +94,9 @@ class DeadLetters:
             if not fields:
                 raise NotFound(f"no dead letter group_id={group_id}; list them first")
             ids: Any = self._client.lrange(f"{name}:episodes", 0, -1)
-            with self._client.pipeline(transaction=False) as pipeline:
-                for episode_id in ids:
-                    episode = f"{self._prefix}episode:{episode_id.decode()}"
-                    pipeline.hmget(episode, list(EPISODE_FIELDS))
-                    pipeline.lrange(f"{episode}:turns", 0, -1)
-                answers = pipeline.execute()
             names = [episode_id.decode() for episode_id in ids]
-            stored = self._turns.read(list(zip(names, answers[1::2], strict=True)))
-        episodes = map(_episode_from, names, answers[::2], stored)
+            found = read_stored(self._client, self._prefix, self._turns, names, EPISODE_FIELDS)
+        episodes = [_episode_from(name, *of) for name, of in zip(names, found, strict=True)]
         return _dead_letter_from(group_id, fields), tuple(episodes)
 
     def requeue(self, group_id: str) -> None:

@@ -67,6 +67,24 @@ def load_sync(
     return open_episode_from(fields, own)
 
 
+def read_stored(
+    client: redis.Redis,
+    prefix: str,
+    turns: TurnStore,
+    episode_ids: Sequence[str],
+    fields: Sequence[str],
+) -> list[tuple[Fields, Stored]]:
+    """Some fields of each episode's hash, and its turns; all episodes are read together."""
+    with client.pipeline(transaction=False) as pipeline:
+        for episode_id in episode_ids:
+            name = f"{prefix}episode:{episode_id}"
+            pipeline.hmget(name, list(fields))
+            pipeline.lrange(f"{name}:turns", 0, -1)
+        answers = pipeline.execute()
+    stored = turns.read(list(zip(episode_ids, answers[1::2], strict=True)))
+    return list(zip(answers[::2], stored, strict=True))
+
+
 def open_episode_from(
     fields: Fields, turns: Stored, earlier: Sequence[Stored] = ()
 ) -> OpenEpisode | None:

@@ -17,7 +17,7 @@ import structlog
 from outloop.buffer.errors import UNREADABLE
 from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.scripts import SyncScripts
-from outloop.buffer.store.episodes import open_episode_from
+from outloop.buffer.store.episodes import open_episode_from, read_stored
 from outloop.buffer.store.turns import TurnStore
 from outloop.buffer.trajectories.ended import EndedEpisode, Entry
 
@@ -69,15 +69,9 @@ class TrajectoryQueue:
     def load(self, entries: Sequence[Entry]) -> Iterator[EndedEpisode]:
         """Their episodes, in order; one whose records cannot be read is logged and left out."""
         with translated("reading ended episodes"):
-            with self._client.pipeline(transaction=False) as pipeline:
-                for entry in entries:
-                    name = f"{self._prefix}episode:{entry.episode_id}"
-                    pipeline.hmget(name, list(_FIELDS))
-                    pipeline.lrange(f"{name}:turns", 0, -1)
-                answers = pipeline.execute()
             ids = [entry.episode_id for entry in entries]
-            stored = self._turns.read(list(zip(ids, answers[1::2], strict=True)))
-        for entry, fields, turns in zip(entries, answers[::2], stored, strict=True):
+            found = read_stored(self._client, self._prefix, self._turns, ids, _FIELDS)
+        for entry, (fields, turns) in zip(entries, found, strict=True):
             try:
                 episode = open_episode_from(fields, turns)
             except UNREADABLE as error:
