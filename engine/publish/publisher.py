@@ -24,7 +24,7 @@ from outloop.buffer.settings import Settings
 from outloop.engine.gpu_libraries import own_libraries
 from outloop.engine.publish.nccl_compatibility import NcclCompatibility
 from outloop.engine.publish.sending.sent import RankTraffic, Sent
-from outloop.engine.publish.server_client import KeyRefused, ServerClient
+from outloop.engine.publish.server_client import KeyRefused, ServerClient, flush_paused
 from outloop.engine.publish.server_fanout import Fanout, ServerResult
 from outloop.engine.publish.server_memory import Registry, ServerMemory
 from outloop.engine.publish.tensor_source import TensorSource
@@ -444,7 +444,10 @@ class _Passes:
         """Every phase from the pause until the weights are there."""
         mode = self._settings.pause_mode
         fanout.run("pause", lambda client, deadline: client.pause(mode, deadline))
-        if self._memory is not None:
+        if self._memory is None:
+            fanout.run("flush", lambda client, deadline: flush_paused(client, mode, deadline))
+        else:
+            # They were flushed before they gave their memory.
             self._memory.resume_weights(fanout)
         if self._probe is not None:
             fanout.run("scramble", ServerClient.scramble)

@@ -20,6 +20,7 @@ PauseMode = Literal["in_place", "retract", "abort"]
 _MAX_IDLE_S = 2.0
 """Servers close idle connections; an older one than this is not trusted."""
 _CHUNK_BYTES = 1 << 16
+_FLUSH_PAUSE_S = 0.1
 _log = structlog.get_logger()
 
 
@@ -116,7 +117,7 @@ class ServerClient:
         body = {
             "serialized_named_tensors": list(payloads),
             "load_format": "flattened_bucket",
-            # Paused servers refuse to flush; reuse across versions is excluded by extra_key.
+            # A failed flush within an update ends SGLang: `flush_paused` comes before.
             "flush_cache": False,
         }
         self._call("POST", "/update_weights_from_tensor", body, deadline)
@@ -284,3 +285,33 @@ def _remaining(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError("the deadline has passed")
     return left
+
+
+def flush_paused(client: ServerClient, mode: PauseMode, deadline: float) -> None:
+    """Drop the cached prefixes of a server that was paused with `mode`.
+
+    A turn that waits there, or that a router sends before it has heard of the publish, asks for the
+    prefixes of the version before. With `in_place`, turns in flight keep their keys and values;
+    SGLang then drops nothing. With the other modes this returns once nothing runs; what a pause
+    does not end, such as a grammar that is being compiled, is aborted when half of the time has
+    passed.
+
+    Raises:
+        PublishFailed: something runs at the deadline.
+    """
+    half = time.monotonic() + (deadline - time.monotonic()) / 2
+    is_aborted = mode == "abort"
+    while True:
+        try:
+            client.flush_cache(deadline)
+        except PublishFailed:
+            if mode == "in_place":
+                return
+            if time.monotonic() + _FLUSH_PAUSE_S > deadline:
+                raise
+            if not is_aborted and time.monotonic() > half:
+                is_aborted = True
+                client.pause("abort", deadline)
+            time.sleep(_FLUSH_PAUSE_S)
+        else:
+            return

@@ -19,13 +19,12 @@ import structlog
 
 from outloop.buffer.errors import DeadlineExceeded, PublishFailed
 from outloop.buffer.records import ServerEntry
-from outloop.engine.publish.server_client import ServerClient
+from outloop.engine.publish.server_client import ServerClient, flush_paused
 from outloop.engine.publish.server_fanout import Fanout
 
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
 WEIGHTS: tuple[Tag, ...] = ("weights",)
 CACHE: tuple[Tag, ...] = ("kv_cache", "cuda_graph")
-_FLUSH_PAUSE_S = 0.1
 _POLL_S = 0.1
 _CONNECT_TIMEOUT_S = 2.0
 _log = structlog.get_logger()
@@ -88,7 +87,9 @@ class ServerMemory:
         try:
             with fanout:
                 fanout.run("pause", lambda client, deadline: client.pause(self._mode, deadline))
-                fanout.run("flush", self._flush)
+                fanout.run(
+                    "flush", lambda client, deadline: flush_paused(client, self._mode, deadline)
+                )
                 for entry in entries:
                     self._registry.set_released(entry.server_id, _union(entry.released, tags))
                 missing = {e.server_id: _without(tags, e.released) for e in entries}
@@ -162,24 +163,6 @@ class ServerMemory:
                 )
             on_wait(f"{', '.join(starting)} to start, before the trainer takes its GPUs")
             time.sleep(_POLL_S)
-
-    def _flush(self, client: ServerClient, deadline: float) -> None:
-        """Until nothing runs. What a pause does not end, such as a grammar that is being compiled,
-        is aborted when half of the time has passed."""
-        half = time.monotonic() + (deadline - time.monotonic()) / 2
-        is_aborted = self._mode == "abort"
-        while True:
-            try:
-                client.flush_cache(deadline)
-            except PublishFailed:
-                if time.monotonic() + _FLUSH_PAUSE_S > deadline:
-                    raise
-                if not is_aborted and time.monotonic() > half:
-                    is_aborted = True
-                    client.pause("abort", deadline)
-                time.sleep(_FLUSH_PAUSE_S)
-            else:
-                return
 
     def _resume(self, phase: str, fanout: Fanout, tags: Sequence[Tag]) -> None:
         entries = {e.server_id: e for e in self._registry.servers()}

@@ -20,7 +20,7 @@ from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import Run
 from outloop.engine.kept_versions import due_version, version_folder
 from outloop.engine.models.safetensors_folder import HuggingFaceFolder
-from outloop.engine.publish.server_client import ServerClient
+from outloop.engine.publish.server_client import ServerClient, flush_paused
 from outloop.engine.publish.verification.accounts import compare_checksums
 from outloop.engine.publish.verification.checksum import tensor_checksum
 from outloop.engine.serve.logprob_convention import check_logprobs
@@ -116,6 +116,7 @@ class FrozenServer:
         deadline = time.monotonic() + self._run.settings.publish.phase_timeout_s
         try:
             self._client.pause("abort", deadline)
+            flush_paused(self._client, "abort", deadline)
             self._client.update_from_disk(str(folder), deadline)
             self._verify(policy_version, deadline)
             self._client.set_version(str(policy_version), deadline)

@@ -67,6 +67,10 @@ def _greedy(folder: Path, num: int) -> list[int]:
     return answer[0, len(PROMPT) :].tolist()
 
 
+def _logprobs(answer: dict[str, Any]) -> list[float]:
+    return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+
 async def test_published_weights_are_served(
     server: Any, publisher: tuple[Publisher, OneServer], make_model: Callable[..., Path]
 ) -> None:
@@ -83,6 +87,47 @@ async def test_published_weights_are_served(
         assert answer["output_ids"] == _greedy(folder, 16)
         spans = answer["meta_info"]["weight_versions"]
         assert spans == [{"version": str(version), "start": 0, "end": 16}]
+
+
+async def test_prefixes_of_the_version_before_are_not_used(
+    server: Any, publisher: tuple[Publisher, OneServer], make_model: Callable[..., Path]
+) -> None:
+    """A turn that still names the last version, as a router sends it that has not heard of the
+    publish, is computed by the new weights alone."""
+    publish, _ = publisher
+    fields = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, "extra_key": "before"}
+    await server.generate(PROMPT * 4, **fields)
+    await asyncio.to_thread(publish.publish, _weights(make_model(seed=1)), 3)
+    late = await server.generate(PROMPT * 4, **fields)
+    alone = await server.generate(PROMPT * 4, **{**fields, "extra_key": "after"})
+    assert late["output_ids"] == alone["output_ids"]
+    assert _logprobs(late) == pytest.approx(_logprobs(alone), abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort"])
+async def test_a_turn_that_waits_uses_no_prefix_of_the_version_before(
+    server: Any, make_model: Callable[..., Path], tmp_path: Path, mode: str
+) -> None:
+    """It goes on after the publish by keys and values of the new weights, beside turns in flight
+    too."""
+    tree = {
+        "model": {"path": str(server.folder)},
+        "server": {"kind": server.kind, "tensor_parallel_size": server.num_ranks},
+        "publish": {"mode": mode, "fallback": "none", "phase_timeout_s": 60},
+    }
+    run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
+    publisher = Publisher(run, OneServer(server.url, server.kind))
+    fields = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, "extra_key": "before"}
+    await server.generate(PROMPT * 4, **fields)
+    running = asyncio.create_task(server.generate(PROMPT, max_new_tokens=480, ignore_eos=True))
+    await server.wait_until_running(1)
+    await asyncio.to_thread(publisher.publish, _weights(make_model(seed=1)), 4)
+    late = await server.generate(PROMPT * 4, **fields)
+    alone = await server.generate(PROMPT * 4, **{**fields, "extra_key": "after"})
+    await running
+    publisher.close()
+    assert late["output_ids"] == alone["output_ids"]
+    assert _logprobs(late) == pytest.approx(_logprobs(alone), abs=1e-4)
 
 
 async def test_two_ranks_send_over_groups_of_their_own(

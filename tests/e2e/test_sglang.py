@@ -143,8 +143,7 @@ def test_the_calculator_example_trains_on_sglang(workspace: Path) -> None:
     assert all(row["train/episodes"] == 32 for row in rows)
     assert any(0 < row["train/reward_mean"] <= 1 for row in rows)
     gaps = [row["train/logprob_gap_max"] for row in rows]
-    assert any(gap is not None for gap in gaps)
-    assert all(gap < 1e-4 for gap in gaps if gap is not None)
+    assert max(gap for gap in gaps if gap is not None) < 1e-4, gaps
     left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(workspace)]
     assert not psutil.wait_procs(left, timeout=20)[1]
 
