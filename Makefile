@@ -17,7 +17,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 LOCKED ?= $(if $(filter Linux.x86_64.python3.11,$(shell uname -s).$(shell uname -m).$(notdir $(PYTHON))),yes,no)
 PYTEST := -m pytest -n 2 --dist worksteal
 # Which tests are slow and medium is in tests/durations.toml.
-HERE := not clients and not sglang and not parity and not gpu and not chaos and not container and not browser and not slurm and not ray
+HERE := not clients and not sglang and not parity and not gpu and not chaos and not container and not browser and not slurm and not ray and not node
 LIGHT := "$(HERE) and not e2e and not slow"
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # What a wheel could lack: modules, Lua scripts, settings, programs started by path.
@@ -142,8 +142,8 @@ test-checkout: $(STAMP) bwrap
 test-slow: $(STAMP) bwrap test-browser
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and slow" -o timeout=600
 
-# A node's worth of processes, devices shared and not, each part killed once (a part of test-slow); and two real
-# SGLang servers of two ranks each, which take some minutes to start on two cores.
+# A node's worth of processes, devices shared and not (the latter in test-slow too), each part killed once; and two
+# real SGLang servers of two ranks each, which take some minutes to start on two cores.
 .PHONY: test-node
 test-node: venv-sglang
 	$(ONE_THREAD) $(BIN)/python -m pytest tests/e2e/test_node.py -m "not sglang" -o timeout=600

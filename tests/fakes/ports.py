@@ -2,30 +2,39 @@
 
 import random
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 _FIRST = 10_000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def free_ports(count: int) -> list[int]:
-    """Different ports of loopback that nobody listens on.
+def free_ports(count: int, *, offsets: Sequence[int] = (0,)) -> list[int]:
+    """Different ports of loopback that nobody listens on, nor on those `offsets` above them.
 
     They are none of those that the system gives to connections and to who asks for any port: one
     that is free now may be such a one's before the program listens.
     """
     found: list[int] = []
-    candidates = random.SystemRandom().sample(range(_FIRST, _end()), 1000)
+    candidates = random.SystemRandom().sample(range(_FIRST, _end() - max(offsets)), 1000)
+    taken: set[int] = set()
     for port in candidates:
         if len(found) == count:
             return found
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        found.append(port)
+        wanted = {port + offset for offset in offsets}
+        if not wanted & taken and all(map(_is_free, wanted)):
+            found.append(port)
+            taken |= wanted
     raise AssertionError(f"no {count} of {len(candidates)} ports are free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _end() -> int:

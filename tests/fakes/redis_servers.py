@@ -67,10 +67,8 @@ class Cluster(RedisServers):
 
     def __init__(self, folder: Path, *, num_spares: int, lines: Sequence[str] = ()) -> None:
         super().__init__(folder)
-        ports: list[int] = []
-        while len(ports) < 3 + num_spares:
-            # Nodes talk to each other on the port that is 10,000 higher.
-            ports += [port for port in free_ports(1) if port < 55_000 and port not in ports]
+        # Nodes talk to each other on the port that is 10,000 higher.
+        ports = free_ports(3 + num_spares, offsets=(0, 10_000))
         self.primaries, self.spares = ports[:3], ports[3:]
         for port in ports:
             cluster = ["cluster-enabled yes", "cluster-node-timeout 1000"]
