@@ -29,7 +29,7 @@ def _loaded_after(statement: str) -> set[str]:
         ("import outloop.buffer.reader, outloop.buffer.writer", {"torch", "fastapi", "openai"}),
         ("import outloop.buffer.settings, outloop.buffer.records", {"torch", "redis"}),
         ("import outloop.engine.launch.plan.report", {"torch", "megatron", "fastapi", "click"}),
-        ("import outloop.engine.launch.launcher", {"torch", "megatron", "fastapi"}),
+        ("import outloop.engine.launch.training", {"torch", "megatron", "fastapi"}),
         (
             "import outloop",
             {"torch", "numpy", "redis", "click", "pydantic", "rich", "msgspec", "structlog"},

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.gpu_placement import place_gpus
-from outloop.engine.launch.launcher import Launcher, name_weights, running, start_and_wait
+from outloop.engine.launch.launcher import Launcher, running
+from outloop.engine.launch.serving import name_weights, start_and_wait
 from outloop.engine.visible_gpus import list_gpus
 
 

@@ -25,7 +25,7 @@ from outloop.buffer.redis.requirements import read_server
 from outloop.buffer.run import read_secret, with_access
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.finding import Finding
-from outloop.engine.launch.launcher import check_settings
+from outloop.engine.launch.settings_checks import check_settings
 from outloop.engine.port_reservation import hold_port
 
 _REDIS_TIMEOUT_S = 5.0

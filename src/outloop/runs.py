@@ -77,7 +77,7 @@ class Run:
         """True while a launcher on this machine runs the run's parts."""
         if self._background is not None:
             return self._background.is_alive
-        from outloop.engine.launch.launcher import find_launcher
+        from outloop.engine.launch.launcher_process import find_launcher
 
         return find_launcher(self.folder) is not None
 
@@ -216,7 +216,7 @@ class Run:
             return
         import psutil
 
-        from outloop.engine.launch.launcher import find_launcher
+        from outloop.engine.launch.launcher_process import find_launcher
 
         process = find_launcher(self.folder)
         if process is None:
@@ -267,11 +267,12 @@ def train(
     from rich.console import Console
 
     from outloop.buffer.telemetry import LossyStream
-    from outloop.engine.launch import launcher
+    from outloop.engine.launch import training
     from outloop.engine.launch.model_folder import with_model_folder
+    from outloop.engine.launch.settings_checks import check_before_start
 
     resolved = with_model_folder(_resolve(config, settings))
-    launcher.check_before_start(resolved)
+    check_before_start(resolved)
     run = Run._starting(resolved.run.dir / resolved.run.name)
     shown = console or Console(file=cast(TextIO, LossyStream(sys.stdout)), quiet=not wait)
 
@@ -284,13 +285,13 @@ def train(
             from outloop.engine.launch.deploy.slurm import placed_by_slurm
 
             placement = placed_by_slurm(resolved)
-            return launcher.train(resolved, stop=stopping, console=shown, placement=placement)
+            return training.train(resolved, stop=stopping, console=shown, placement=placement)
         if on == "ray":
             from outloop.engine.launch.deploy.ray_placement import placed_by_ray
 
             with placed_by_ray(resolved) as (placed, by_ray):
-                return launcher.train(placed, stop=stopping, console=shown, placement=by_ray)
-        return launcher.train(resolved, stop=stopping, console=shown)
+                return training.train(placed, stop=stopping, console=shown, placement=by_ray)
+        return training.train(resolved, stop=stopping, console=shown)
 
     if wait:
         run.exit_code = work(stop or threading.Event())
@@ -312,11 +313,11 @@ def serve(
     Raises:
         SettingsError: the settings are wrong; nothing was started.
     """
-    from outloop.engine.launch import launcher
     from outloop.engine.launch.model_folder import with_model_folder
+    from outloop.engine.launch.settings_checks import check_before_start
 
     resolved = with_model_folder(_resolve(config, settings))
-    launcher.check_before_start(resolved, plays=False)
+    check_before_start(resolved, plays=False)
     return Serving(resolved, stop or threading.Event())
 
 
@@ -369,9 +370,9 @@ class Serving:
             pass
 
     def _serve(self, stop: threading.Event) -> int:
-        from outloop.engine.launch import launcher
+        from outloop.engine.launch import serving
 
-        launcher.serve(self._settings, stop=stop, on_ready=self._set_addresses)
+        serving.serve(self._settings, stop=stop, on_ready=self._set_addresses)
         return 0
 
     def _set_addresses(self, run: RunHandle, url: str) -> None:

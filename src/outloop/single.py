@@ -17,8 +17,9 @@ from rich.console import Console
 
 from outloop.buffer.errors import DeadlineExceeded
 from outloop.buffer.settings import Settings
-from outloop.engine.launch.launcher import Launcher, refuse_frozen, router_url, running
+from outloop.engine.launch.launcher import Launcher, router_url, running
 from outloop.engine.launch.run_summary import draw_curve, result_table
+from outloop.engine.launch.serving import refuse_frozen
 from outloop.engine.serve.main import serve as serve_weights
 from outloop.engine.train.main import train as train_policy
 from outloop.envs.runner.runner import run as run_episodes

@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1
 _MAX_DESCRIPTORS = 4096
 _MODULES = (
     "outloop.buffer.reader",
-    "outloop.engine.launch.launcher",
+    "outloop.engine.launch.training",
     "outloop.engine.launch.torchrun",
     "outloop.engine.serve.main",
     "outloop.engine.serve.torch_server.app",

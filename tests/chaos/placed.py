@@ -15,7 +15,9 @@ from rich.console import Console
 from outloop.buffer.errors import OutloopError
 from outloop.buffer.settings import load_settings
 from outloop.buffer.telemetry import configure_logging
-from outloop.engine.launch import launcher
+from outloop.engine.launch.settings_checks import check_before_start
+from outloop.engine.launch.stop_signals import stop_on_signals
+from outloop.engine.launch.training import train
 
 LISTENING = ("router", "server")
 
@@ -39,10 +41,10 @@ def main() -> int:
     settings = load_settings(Path(config), ())
     configure_logging("launcher", settings.telemetry.log_level)
     try:
-        launcher.check_before_start(settings)
-        with launcher.stop_on_signals() as stop:
+        check_before_start(settings)
+        with stop_on_signals() as stop:
             placement = OnHosts(json.loads(Path(places).read_text()))
-            return launcher.train(settings, stop=stop, console=Console(), placement=placement)
+            return train(settings, stop=stop, console=Console(), placement=placement)
     except OutloopError as error:
         print(f"outloop: {error}", file=sys.stderr)
         return 1

@@ -14,7 +14,7 @@ from outloop.buffer.records import ServerEntry
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import load_run, load_run_settings
 from outloop.buffer.settings import load_settings
-from outloop.engine.launch.launcher import make_run
+from outloop.engine.launch.run_entry import make_run
 
 Outloop = Callable[..., subprocess.Popen[str]]
 

@@ -20,8 +20,8 @@ from outloop.engine.launch.child_process import PartProcess
 from outloop.engine.launch.console import RunProgress
 from outloop.engine.launch.cpu_usage import CpuUsage
 from outloop.engine.launch.doctor import examine
-from outloop.engine.launch.launcher import check_before_start
 from outloop.engine.launch.run_summary import draw_curve, read_curve, result_table
+from outloop.engine.launch.settings_checks import check_before_start
 
 
 def python(name: str, code: str, folder: Path) -> PartProcess:

@@ -16,7 +16,8 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings, build_settings
 from outloop.cli import cli
-from outloop.engine.launch import launcher
+from outloop.engine.launch.settings_checks import check_before_start
+from outloop.engine.launch.training import is_finished, train
 from outloop.engine.models.random_init import Sizes, write_policy
 
 PLAY = "async def play(task, episode):\n    return 0.0\n"
@@ -59,7 +60,7 @@ def as_toml(tree: dict[str, Any], changed: set[str]) -> str:
 
 def test_a_run_that_could_start_passes(make_settings: MakeSettings, tmp_path: Path) -> None:
     """And its folder can be written."""
-    launcher.check_before_start(make_settings())
+    check_before_start(make_settings())
     assert (tmp_path / "runs/run").is_dir()
 
 
@@ -94,7 +95,7 @@ def test_what_contradicts_the_model_is_refused(
 ) -> None:
     """Before a folder is made, by `train` and by `serve`."""
     with pytest.raises(SettingsError) as caught:
-        launcher.check_before_start(make_settings(**changes))
+        check_before_start(make_settings(**changes))
     assert [word for word in words if word not in str(caught.value)] == []
     assert not (tmp_path / "runs").exists()
     path = make_settings(**changes).model_dump_json()
@@ -122,9 +123,9 @@ def test_servers_whose_nccl_would_refuse_the_trainers_are_refused(
         return make_settings(server=server, publish={"transport": "collective"})
 
     monkeypatch.setattr(sys, "executable", python_with("2.29.7"))
-    launcher.check_before_start(settings_of(python_with("2.29.7")))
+    check_before_start(settings_of(python_with("2.29.7")))
     with pytest.raises(SettingsError, match=r"trainer has NCCL 2\.29\.7.* and .* NCCL 2\.30\.7"):
-        launcher.check_before_start(settings_of(python_with("2.30.7")))
+        check_before_start(settings_of(python_with("2.30.7")))
 
 
 def test_a_run_folder_that_cannot_be_written_is_a_sentence(
@@ -136,7 +137,7 @@ def test_a_run_folder_that_cannot_be_written_is_a_sentence(
         settings = make_settings(run={"dir": str(folder)})
         words = f"run.dir='{folder}' run.name='run': the folder cannot be written"
         with pytest.raises(SettingsError, match=words):
-            launcher.check_before_start(settings)
+            check_before_start(settings)
         with pytest.raises(SettingsError, match=words):
             create_run(settings, folder / "run", "")
 
@@ -151,18 +152,16 @@ def test_a_finished_run_says_so(make_settings: MakeSettings, tmp_path: Path) -> 
     (run_dir / "hf/config.json").write_text("{}")
     out = io.StringIO()
     console = Console(file=out, width=200)
-    assert launcher.train(settings, stop=threading.Event(), console=console) == 0
+    assert train(settings, stop=threading.Event(), console=console) == 0
     sentence = " ".join(out.getvalue().split())
     assert "has made all of its 3 steps" in sentence
     assert "raise trainer.num_steps" in sentence
     assert "another run.name" in sentence
     assert not (run_dir / "logs").exists()
-    assert not launcher.is_finished(make_settings(trainer={"num_steps": 4}), run_dir)
-    assert not launcher.is_finished(
-        make_settings(trainer={"num_steps": 3, "resume": False}), run_dir
-    )
+    assert not is_finished(make_settings(trainer={"num_steps": 4}), run_dir)
+    assert not is_finished(make_settings(trainer={"num_steps": 3, "resume": False}), run_dir)
     (run_dir / "hf/config.json").unlink()
-    assert not launcher.is_finished(settings, run_dir)
+    assert not is_finished(settings, run_dir)
 
 
 @pytest.mark.parametrize(

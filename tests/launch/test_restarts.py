@@ -106,7 +106,7 @@ def look_until(is_true: Callable[[], bool], launcher: Launcher) -> None:
     deadline = time.monotonic() + 30
     while not is_true():
         assert time.monotonic() < deadline
-        with launcher.riding_out():
+        with launcher.redis.riding_out():
             launcher.check()
 
 
@@ -155,12 +155,14 @@ def test_a_redis_that_ended_for_want_of_room_is_started_until_there_is_some(
             with pytest.raises(BufferUnavailable):
                 # More than what is left of its file's last page.
                 launcher.reader.registry.report_status("part", {"text": "x" * 10_000})
-            look_until(lambda: launcher.write_obstacle is not None, launcher)
+            look_until(lambda: launcher.redis.write_obstacle is not None, launcher)
             look_until(lambda: is_up(launcher), launcher)
-        assert f"disk full at {disk.folder} (it ended, 0.0 MiB free)" in launcher.write_obstacle
+        assert (
+            f"disk full at {disk.folder} (it ended, 0.0 MiB free)" in launcher.redis.write_obstacle
+        )
         disk.make_room()
         launcher.reader.set_steps_left(3)
-        look_until(lambda: launcher.write_obstacle is None, launcher)
+        look_until(lambda: launcher.redis.write_obstacle is None, launcher)
         kinds = [event["kind"] for event in read_events(launcher.run.dir)]
         assert kinds.count("redis_cannot_write") == kinds.count("redis_writes_again") == 1
 
@@ -172,13 +174,13 @@ def test_a_redis_of_somebody_else_is_waited_for_until_the_bound(tmp_path: Path) 
         watched(tmp_path, redis_url=redis.url, max_outage_s=0.5) as launcher,
     ):
         kill(psutil.Process(redis.pid))
-        with launcher.riding_out():
+        with launcher.redis.riding_out():
             launcher.check()
         while redis.exit_code is None:
             time.sleep(0.001)
         redis.start_again()
         look_until(lambda: is_up(launcher), launcher)
-        with launcher.riding_out():
+        with launcher.redis.riding_out():
             launcher.check()
         kill(psutil.Process(redis.pid))
         began_at = time.monotonic()

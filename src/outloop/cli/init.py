@@ -30,12 +30,13 @@ def init(
         _new_folder(folder, agent, policy)
         return
     from outloop.buffer.settings import load_settings
-    from outloop.engine.launch import launcher
     from outloop.engine.launch.model_folder import with_model_folder
+    from outloop.engine.launch.run_entry import make_run
+    from outloop.engine.launch.settings_checks import check_before_start
 
     settings = with_model_folder(load_settings(config, overrides))
-    launcher.check_before_start(settings)
-    click.echo(launcher.make_run(settings).dir)
+    check_before_start(settings)
+    click.echo(make_run(settings).dir)
 
 
 def _new_folder(folder: Path | None, agent: str | None, policy: str | None) -> None:

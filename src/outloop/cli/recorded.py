@@ -68,8 +68,8 @@ def _train_on(settings: Settings, file: Path) -> None:
     warnings.filterwarnings("ignore", module="megatron")
     from outloop.buffer.run import create_run
     from outloop.buffer.telemetry import configure_logging, read_metrics
-    from outloop.engine.launch.launcher import stop_on_signals
     from outloop.engine.launch.model_folder import with_model_folder
+    from outloop.engine.launch.stop_signals import stop_on_signals
     from outloop.engine.train.main import train_from_recording
 
     settings = with_model_folder(settings)
@@ -92,16 +92,17 @@ def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
     """
     from outloop.buffer.settings import load_settings
     from outloop.buffer.telemetry import configure_logging
-    from outloop.engine.launch import launcher
     from outloop.engine.launch.collect_rollouts import play_once
     from outloop.engine.launch.model_folder import with_model_folder
+    from outloop.engine.launch.settings_checks import check_before_start
+    from outloop.engine.launch.stop_signals import stop_on_signals
 
     check_writable(out, "--out")
     one_step = ("buffer.max_staleness=0", "buffer.over_provision=1")
     settings = with_model_folder(load_settings(config, (*one_step, *overrides)))
     configure_logging("launcher", settings.telemetry.log_level)
-    launcher.check_before_start(settings)
-    with launcher.stop_on_signals() as stop, waiting("playing the groups of a first step"):
+    check_before_start(settings)
+    with stop_on_signals() as stop, waiting("playing the groups of a first step"):
         num_written = play_once(settings, out, stop=stop)
     click.echo(f"wrote {num_written} episodes to {out}")
 

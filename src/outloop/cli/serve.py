@@ -19,7 +19,7 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
     import outloop
     from outloop.buffer.settings import load_settings
     from outloop.buffer.telemetry import configure_logging
-    from outloop.engine.launch.launcher import stop_on_signals
+    from outloop.engine.launch.stop_signals import stop_on_signals
 
     settings = load_settings(config, overrides)
     configure_logging("launcher", settings.telemetry.log_level)

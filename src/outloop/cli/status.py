@@ -46,7 +46,7 @@ def status(
 
 
 def _from_folder(run_dir: Path) -> dict[str, Any]:
-    from outloop.engine.launch.launcher import find_launcher
+    from outloop.engine.launch.launcher_process import find_launcher
 
     launcher = find_launcher(run_dir)
     num_steps, facts = _from_redis(run_dir)

@@ -21,13 +21,13 @@ def submit() -> None:
 def slurm(config: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
     """Submit the run of CONFIG as one heterogeneous Slurm job, described by [deploy]."""
     from outloop.buffer.settings import load_settings
-    from outloop.engine.launch import launcher
     from outloop.engine.launch.deploy.slurm import batch_script, submit_job
+    from outloop.engine.launch.settings_checks import check_before_start
 
     settings = load_settings(config, overrides)
     script = batch_script(settings, config, overrides)
     if dry_run:
         click.echo(script, nl=False)
         return
-    launcher.check_before_start(settings)
+    check_before_start(settings)
     click.echo(submit_job(settings, script))

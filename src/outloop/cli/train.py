@@ -43,7 +43,7 @@ def train(
     import outloop
     from outloop.buffer.settings import load_settings
     from outloop.buffer.telemetry import configure_logging
-    from outloop.engine.launch.launcher import stop_on_signals
+    from outloop.engine.launch.stop_signals import stop_on_signals
 
     for name, value in (
         ("rollout_function_path", rollout_function_path),

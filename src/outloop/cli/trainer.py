@@ -32,7 +32,7 @@ def trainer(run_dir: Path) -> None:
 
         run_ranks(run_dir, num_ranks=num_ranks)
         return
-    from outloop.engine.launch.launcher import stop_on_signals
+    from outloop.engine.launch.stop_signals import stop_on_signals
     from outloop.engine.launch.torchrun import as_rank
     from outloop.engine.machine_binding import bind
 

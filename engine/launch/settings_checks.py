@@ -1,0 +1,139 @@
+"""Refusals of settings before anything of a run is started."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import subprocess
+import sys
+
+from outloop.buffer.chat_format import chat_format_of
+from outloop.buffer.errors import SettingsError
+from outloop.buffer.run import make_run_folder, read_secret
+from outloop.buffer.settings import Settings
+from outloop.buffer.tls import check_certificate
+from outloop.buffer.trackers.tracker import check_tracker
+from outloop.buffer.trajectories.object_store import ObjectStore
+from outloop.buffer.trajectories.trained import keeps_trajectories
+from outloop.engine.launch.nccl_release import check_nccl
+from outloop.engine.serve.sglang.arguments import check_arguments
+
+_MODEL_FILES = {
+    "config.json": "config.json",
+    "tokenizer.json": "tokenizer.json",
+    "model.safetensors": "model*.safetensors",
+}
+"""What a model folder must hold: the name for the user, and the pattern that finds it."""
+
+
+def check_before_start(settings: Settings, *, plays: bool = True) -> None:
+    """Refuse what can be refused before any model is loaded, then make the run's folder.
+
+    That is: the model's folder and limits, SGLang's arguments, rollout function, agent command,
+    verifier and tasks where they are given. The user's code is imported in a process of its own, so
+    that it cannot disturb the launcher.
+
+    Args:
+        plays: as `check_settings`.
+
+    Raises:
+        SettingsError: with the sentence that says what to change.
+    """
+    check_settings(settings, plays=plays)
+    make_run_folder(settings, settings.run.dir / settings.run.name)
+
+
+def check_settings(settings: Settings, *, plays: bool = True) -> None:
+    """The refusals of `check_before_start`; makes no folder.
+
+    Args:
+        plays: False for a run without runners of its own: it needs neither a rollout function nor
+            an agent command.
+
+    Raises:
+        SettingsError: with the sentence that says what to change.
+    """
+    _check_watchers(settings)
+    for section, endpoint in (("router", settings.router), ("server", settings.server)):
+        check_certificate(section, endpoint, ca_file=settings.run.tls_ca_file)
+    _check_model(settings)
+    if settings.server.num_servers or settings.server.urls:
+        if settings.server.kind == "sglang" and settings.server.num_servers:
+            check_arguments(settings)
+            check_nccl(settings)
+        env = settings.env
+        if plays or env.rollout_function_path is not None or env.agent_command is not None:
+            _check_environment(settings)
+
+
+def _check_watchers(settings: Settings) -> None:
+    """What would only be found out while the run goes on, without stopping it."""
+    trackers = settings.telemetry.trackers
+    for name in trackers:
+        check_tracker(name)
+    if settings.trajectories.copy_to is not None:
+        ObjectStore(settings.trajectories.copy_to)
+    if "otlp" in trackers and not keeps_trajectories(settings.trajectories):
+        raise SettingsError(
+            'telemetry.trackers="otlp" makes spans of kept trajectories, and none are kept; set '
+            "trajectories.enabled = true, and install outloop[view]"
+        )
+    if settings.alarms.enabled and settings.alarms.webhook_file is not None:
+        read_secret(settings.alarms.webhook_file, "alarms.webhook_file")
+
+
+def _check_model(settings: Settings) -> None:
+    """Files of the model, and limits that contradict it or each other."""
+    folder, limit = settings.model.path, settings.model.max_context_tokens
+    if not folder.is_dir():
+        near = difflib.get_close_matches(
+            folder.name, [path.name for path in folder.parent.glob("*/")], n=1
+        )
+        hint = f"did you mean {str(folder.parent / near[0])!r}? " if near else ""
+        raise SettingsError(
+            f"model.path={str(folder)!r} does not exist; {hint}give a Hugging Face folder, or a "
+            'repository of their hub such as "Qwen/Qwen3-0.6B", or make a small one with '
+            "`outloop new-policy --out DIR`"
+        )
+    for name, pattern in _MODEL_FILES.items():
+        if not any(path.is_file() for path in folder.glob(pattern)):
+            raise SettingsError(
+                f"model.path={str(folder)!r} holds no {name}; "
+                "give a Hugging Face folder with config.json, tokenizer.json and model.safetensors"
+            )
+    if settings.model.renderer == "auto":
+        chat_format_of(folder)
+    known = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    if isinstance(known, int) and limit > known:
+        raise SettingsError(
+            f"model.max_context_tokens={limit} exceeds max_position_embeddings={known} of "
+            f"{folder / 'config.json'}: the model knows no later position. Lower the setting, or "
+            "take a model with a longer context (`outloop new-policy --max-context-tokens`)"
+        )
+    if settings.sampling.max_new_tokens >= limit:
+        raise SettingsError(
+            f"sampling.max_new_tokens={settings.sampling.max_new_tokens} with "
+            f"model.max_context_tokens={limit} leaves no room for a prompt; lower the first or "
+            "raise the second"
+        )
+    trainer = settings.trainer
+    if trainer.mode == "rl" and limit > trainer.max_microbatch_tokens:
+        raise SettingsError(
+            f"model.max_context_tokens={limit} exceeds trainer.max_microbatch_tokens="
+            f"{trainer.max_microbatch_tokens}: an episode could not be trained. Raise the second "
+            "or lower the first."
+        )
+
+
+def _check_environment(settings: Settings) -> None:
+    """What the user wrote: code, command and tasks."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "outloop.envs.runner.preflight", settings.model_dump_json()],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if answer.returncode != 0:
+        sentence = answer.stderr.strip().splitlines()
+        raise SettingsError(sentence[-1] if sentence else "the rollout function check failed")
