@@ -25,7 +25,7 @@ A message says what failed, `name=value`, what is allowed and what to do.
     |-- TrackerFailed        a tracker did not take what it was given; the run goes on
     |-- EnvironmentFailure   raised by an env: its own machinery failed, not the policy
     `-- PartFailed           a process of the run ended; names it and its last words
-        `-- RankKilled       a trainer rank was ended by a signal; the run may be started again
+        `-- RankKilled       a trainer rank got a signal, or no memory; the run may be started again
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class PartFailed(OutloopError):
 
 
 class RankKilled(PartFailed):
-    """A trainer rank was ended by a signal; the run goes on from its checkpoint."""
+    """A trainer rank was ended by a signal, or the system gave it no more memory; the run goes on
+    from its checkpoint."""
 
 
 UNREADABLE = (RecordError, SchemaMismatch)

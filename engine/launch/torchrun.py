@@ -69,14 +69,20 @@ def as_rank() -> Iterator[None]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield
         return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
     die_with_parent(signal.SIGKILL)
     try:
         yield
     except Exception as error:
-        get_error_handler().record_exception(error)
+        leave_error(error)
         raise
+
+
+def leave_error(error: Exception) -> None:
+    """Have torchrun read it when this process has ended; nothing without torchrun."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
 
 
 def cause_of_failure(failures: Sequence[tuple[int, Any]]) -> Exception:

@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from outloop.buffer.errors import BufferUnavailable, RankKilled, SettingsError
+from outloop.buffer.errors import BufferUnavailable, PartFailed, RankKilled, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
@@ -45,7 +45,7 @@ from outloop.engine.train.megatron.layer_kind import layers_of
 from outloop.engine.train.megatron.parallel_config import check_world
 from outloop.engine.train.ranks.controller import RankController, follow
 from outloop.engine.train.ranks.rank_worker import RankWorker
-from outloop.engine.train.ranks.watchdog import Watchdog
+from outloop.engine.train.ranks.watchdog import Watchdog, as_killed
 from outloop.engine.train.reward_model import run_reward_model
 from outloop.engine.train.sft import run_sft
 from outloop.engine.train.step.critic_update import describe_critic
@@ -56,16 +56,23 @@ from outloop.engine.train.step.teacher_endpoint import TeacherEndpoint
 _log = structlog.get_logger()
 
 
-def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | None = None) -> None:
+def train(
+    run: Run, *, stop: threading.Event, on_hang: Callable[[PartFailed], None] | None = None
+) -> None:
     """Train until the last step or until `stop` is set; then the process may end.
 
     A run that makes its last step is left in state finished, one that fails in state failed. A
-    stopped run keeps its state, for the next start to resume, and so does one that lost a rank or
-    its Redis. Of several ranks rank 0 leads, and the others follow it until it ends.
+    stopped run keeps its state, for the next start to resume, and so does one that lost a rank,
+    its Redis, or got no more memory. Of several ranks rank 0 leads, and the others follow it until
+    it ends.
 
     Args:
-        on_hang: gets the sentence when there was no progress for trainer.hang_timeout_s; called in
-            a thread of its own, it may end the process.
+        on_hang: gets the error when there was no progress for trainer.hang_timeout_s, or
+            `RankKilled` when a thread got no memory to begin; called in a thread of its own, it
+            may end the process.
+
+    Raises:
+        RankKilled: a rank was lost, or the system gave this one no more memory.
     """
     limit_connections(run.settings.trainer)
     check_settings(run.settings)
@@ -88,9 +95,12 @@ def train(run: Run, *, stop: threading.Event, on_hang: Callable[[str], None] | N
             _lead(run, reader, leases, publisher, stop, stack, on_hang=on_hang)
         except Exception as error:
             _log.exception("trainer_failed")
-            if not isinstance(error, RankKilled | BufferUnavailable):
+            failure = as_killed(error, rank=0, phase="between the phases")
+            if not isinstance(failure, RankKilled | BufferUnavailable):
                 reader.set_run_state("failed")
-            raise
+            if failure is error:
+                raise
+            raise failure from error
 
 
 def train_from_recording(run: Run, path: Path, *, stop: threading.Event) -> None:
@@ -123,7 +133,7 @@ def train_recorded_steps(
 def join_ranks(
     run: Run,
     stack: ExitStack,
-    on_hang: Callable[[str], None] | None = None,
+    on_hang: Callable[[PartFailed], None] | None = None,
     *,
     join_group: Callable[..., None] = model_and_optimizer.join_process_group,
     make_worker: Callable[..., RankWorker] = RankWorker,
@@ -208,7 +218,7 @@ def _lead(
     stop: threading.Event,
     stack: ExitStack,
     *,
-    on_hang: Callable[[str], None] | None = None,
+    on_hang: Callable[[PartFailed], None] | None = None,
 ) -> None:
     """Rank 0: everything that is not the model."""
     settings = run.settings

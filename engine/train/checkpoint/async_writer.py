@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from outloop.buffer.errors import CheckpointFailed
 from outloop.buffer.records import CheckpointMark
+from outloop.engine.memory_shortage import is_memory_shortage
 from outloop.engine.train.checkpoint import checkpoint_format
 from outloop.engine.train.megatron.model_and_optimizer import (
     Policy,
@@ -181,11 +182,24 @@ class Saving:
         self._has_lost_rank = threading.Event()
 
     def start(self) -> None:
-        """Write in a thread, which ends with the process."""
-        threading.Thread(target=self.run, name="checkpoint", daemon=True).start()
+        """Write in a thread, which ends with the process.
+
+        Raises:
+            RuntimeError: the system gives no thread; nothing is written.
+        """
+        try:
+            threading.Thread(target=self.run, name="checkpoint", daemon=True).start()
+        except RuntimeError as error:
+            self._failure = error
+            self._done.set()
+            raise
 
     def run(self) -> None:
-        """Write this rank's shards; on rank 0, when all ranks have, complete the folder."""
+        """Write this rank's shards; on rank 0, when all ranks have, complete the folder.
+
+        Raises:
+            Exception: the system gave no memory to report to rank 0, which would wait in vain.
+        """
         try:
             answer = _Answer([_without_classes(result) for result in self._shards.write()])
         except Exception as error:  # noqa: BLE001 - raised by `result` here and by rank 0 elsewhere
@@ -195,9 +209,12 @@ class Saving:
                 self._report(answer)
             else:
                 self._complete(answer)
-        except Exception as error:  # noqa: BLE001 - raised by `result`
+        except Exception as error:  # raised by `result`
             self._failure = self._failure or error
-        self._done.set()
+            if self._rank and is_memory_shortage(error):
+                raise
+        finally:
+            self._done.set()
 
     def wait(self, timeout_s: float = 0.0) -> bool:
         """Whether it is over, well or not, after at most `timeout_s`."""

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outloop.buffer.errors import OutloopError, PartFailed, SettingsError
+from outloop.buffer.errors import OutloopError, PartFailed, RankKilled, SettingsError
+from outloop.engine.memory_shortage import is_memory_shortage
 
 Result = TypeVar("Result")
 
@@ -59,6 +60,7 @@ def agree(phase: str, function: Callable[[], Result]) -> Result:
 
     Raises:
         SettingsError: on every rank, when any rank raised one; its sentence.
+        RankKilled: on the other ranks, when the system gave a rank no more memory.
         PartFailed: on the other ranks, when a rank failed otherwise.
     """
     failure: Exception | None = None
@@ -75,6 +77,10 @@ def agree(phase: str, function: Callable[[], Result]) -> Result:
             kind, text = chr(sentence[0]), sentence[1:].decode()
             if kind == "s":
                 raise SettingsError(text)
+            if kind == "k":
+                raise RankKilled(
+                    f"the system gave trainer rank {rank} no more memory in phase={phase!r}: {text}"
+                )
             raise PartFailed(f"trainer rank {rank} failed in phase={phase!r}: {text}")
     return result[0]
 
@@ -83,7 +89,8 @@ def _sentence(error: Exception | None) -> bytes:
     if error is None:
         return b""
     text = str(error) if isinstance(error, OutloopError) else repr(error)
-    return (("s" if isinstance(error, SettingsError) else "f") + text).encode()
+    kind = "k" if is_memory_shortage(error) else "f"
+    return (("s" if isinstance(error, SettingsError) else kind) + text).encode()
 
 
 def _as_tensor(data: bytes) -> Tensor:

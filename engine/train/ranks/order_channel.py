@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from outloop.buffer.errors import DeadlineExceeded, OutloopError, PartFailed
+from outloop.engine.memory_shortage import is_memory_shortage
 
 _LOOK_S = 0.5
 """How often it is looked whether the training thread has lost a rank; the store cannot tell."""
@@ -118,7 +119,10 @@ class OrderChannel:
                 return
             try:
                 answer = _Answer(content=carry_out(order))
-            except Exception as error:  # noqa: BLE001 - sent to rank 0, which fails by it
+            except Exception as error:  # sent to rank 0, which fails by it
+                if is_memory_shortage(error):
+                    # This rank is lost, which the others see.
+                    raise
                 _log.exception("order_failed")
                 text = str(error) if isinstance(error, OutloopError) else repr(error)
                 answer = _Answer(failure=text or repr(error))

@@ -3,7 +3,8 @@
 A rank that makes no progress for `hang_timeout_s` reports its phase, the other ranks' phases and
 where its threads stand, though the call that hangs never returns. On rank 0 the leases of the run
 are renewed meanwhile, by a thread that does so only while the training thread makes progress: a
-slow publish keeps them, a hung trainer loses them.
+slow publish keeps them, a hung trainer loses them. A rank that the system gives no memory ends as
+if it had been killed, also where the lack shows as a thread that never begins.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import structlog
@@ -31,14 +33,19 @@ from outloop.buffer.errors import (
     SettingsError,
     UpdateRefused,
 )
+from outloop.engine.memory_shortage import is_memory_shortage
 
 _FAILURE = "outloop/failure"
 _GLOO_TRANSPORT = re.compile(r"\[\S*gloo/transport/\S+\] |Application timeout caused pair closure")
 """How gloo's errors begin, which have no type of their own."""
+_KINDS = {"settings": SettingsError, "killed": RankKilled}
+"""Errors that are the same on every rank; any other is `PartFailed` on those that did not fail."""
 _RESUMES = "The run goes on from its last checkpoint when it is started again"
 _NUM_BEATS = 4
 """Beats that a rank may miss on a busy machine before it is called silent."""
 _CLOSE_S = 5.0
+_NUM_LOOKS = 10
+"""Looks at the same thread that is being started before it is said that it will never begin."""
 _log = structlog.get_logger()
 
 
@@ -54,7 +61,8 @@ class Watchdog:
         hang_timeout_s: float,
         store: Any = None,
         beat_s: float = 1.0,
-        on_hang: Callable[[str], None] | None = None,
+        start_timeout_s: float = 10.0,
+        on_hang: Callable[[PartFailed], None] | None = None,
     ) -> None:
         """Watch from now on.
 
@@ -62,8 +70,11 @@ class Watchdog:
             folder: `hang_rank_R.txt` is written there.
             store: the rendezvous store; it is not used when there is one rank.
             beat_s: seconds between this rank's beats on the store; 0: it gives none.
-            on_hang: gets the sentence after the report is written, in a thread; it may end the
-                process. It is called once for a hang, again only after further progress.
+            start_timeout_s: for how long a thread may be started without beginning; counted in
+                looks, so that a process that is stopped or slowed has as many of them as ever.
+            on_hang: gets the error after the report is written, in a thread; it may end the
+                process. It is called once for a hang, again only after further progress. The error
+                is `RankKilled` where a thread never begins for want of memory.
         """
         self._folder = folder
         self._rank = rank
@@ -88,6 +99,10 @@ class Watchdog:
             # A connection of its own: the training thread may wait on its one.
             connection = store.clone()
             self._start("beat", lambda: self._beat(connection))
+        # Made now: later there may be no memory for it.
+        connection = store.clone() if num_ranks > 1 else None
+        look_s = start_timeout_s / _NUM_LOOKS
+        self._start("thread starts", lambda: self._watch_starts(look_s, connection))
 
     def close(self) -> None:
         """Stop watching, beating and renewing."""
@@ -141,7 +156,7 @@ class Watchdog:
 
         Raises:
             DeadlineExceeded: another rank did not come; names it and where it is.
-            RankKilled: another rank ended.
+            RankKilled: another rank ended, or the system gave this one or another no memory.
             PartFailed, SettingsError: another rank failed first; its sentence.
         """
         before, self._phase, self._is_watched = self._phase, phase, is_watched
@@ -151,17 +166,17 @@ class Watchdog:
         try:
             self._mark()
             yield
-        except RuntimeError as error:
-            if self._num_ranks == 1 or not _is_collective(error):
-                self._record(phase, error)
-                raise
-            raise self._explain(phase, error, time.monotonic() - began_at) from error
         except (FloatingPointError, UpdateRefused):
             # Every rank raises it, and continues.
             raise
         except Exception as error:
-            self._record(phase, error)
-            raise
+            if self._num_ranks > 1 and isinstance(error, RuntimeError) and _is_collective(error):
+                raise self._explain(phase, error, time.monotonic() - began_at) from error
+            failure = as_killed(error, rank=self._rank, phase=phase)
+            self._record(phase, failure, self._store)
+            if failure is error:
+                raise
+            raise failure from error
         self._phase, self._is_watched = before, True
         self._progressed_at = time.monotonic()
 
@@ -200,7 +215,28 @@ class Watchdog:
         path.write_text(f"{sentence}\n\n{_stacks()}")
         _log.error("trainer_hangs", sentence=sentence)
         if self._on_hang is not None:
-            self._on_hang(sentence)
+            self._on_hang(PartFailed(sentence))
+
+    def _watch_starts(self, look_s: float, connection: Any) -> None:
+        """End a rank that started a thread which never begins.
+
+        `Thread.start` waits until the thread runs, without a deadline, and a thread that the
+        system gives no memory before its first line ends without a word (CPython 3.11 to 3.13).
+        """
+        num_looks: dict[FrameType, int] = {}
+        while not self._closed.wait(look_s):
+            num_looks = {frame: num_looks.get(frame, 0) + 1 for frame in _thread_starts()}
+            if max(num_looks.values(), default=0) == _NUM_LOOKS:
+                phase = self._phase
+                failure = RankKilled(
+                    f"trainer rank {self._rank} started a thread in phase={phase!r} that had not "
+                    f"begun after {_NUM_LOOKS * look_s:g} s: the system gives this process no more "
+                    f"memory (look at ulimit -v and its cgroup). {_RESUMES}"
+                )
+                _log.error("rank_without_memory", sentence=str(failure), stacks=_stacks())
+                self._record(phase, failure, connection)
+                if self._on_hang is not None:
+                    self._on_hang(failure)
 
     def _others(self) -> str:
         """Where the other ranks are; the one that is silent or behind is the one waited for."""
@@ -218,22 +254,22 @@ class Watchdog:
         except RuntimeError as error:
             return f"the store on which the ranks met does not answer ({error})"
 
-    def _record(self, phase: str, error: Exception) -> None:
+    def _record(self, phase: str, error: Exception, store: Any) -> None:
         """Leave the first failure of the run for the ranks that will miss this one."""
         if self._num_ranks > 1:
-            kind = "settings" if isinstance(error, SettingsError) else "part"
+            kind = next((k for k, of in _KINDS.items() if isinstance(error, of)), "part")
             text = str(error) if isinstance(error, OutloopError) else repr(error)
             # Where rank 0 has the store, it may be gone already.
             with suppress(dist.DistError):
-                self._store.compare_set(_FAILURE, "", f"{self._rank}\n{kind}\n{phase}\n{text}")
+                store.compare_set(_FAILURE, "", f"{self._rank}\n{kind}\n{phase}\n{text}")
 
     def _explain(self, phase: str, error: Exception, waited_s: float) -> OutloopError:
         """The error for a collective that failed: which rank is missing and why."""
+        self.has_lost_rank = True
         try:
             return self._explain_by_store(phase, error, waited_s)
         except dist.DistError as gone:
             # Where torchrun does not share its store, rank 0 has it.
-            self.has_lost_rank = True
             return RankKilled(
                 f"trainer rank {self._rank} lost the store on which the ranks met in "
                 f"phase={phase!r} ({_last_line(gone)}). {_RESUMES}"
@@ -242,10 +278,9 @@ class Watchdog:
     def _explain_by_store(self, phase: str, error: Exception, waited_s: float) -> OutloopError:
         if self._store.check([_FAILURE]):
             rank, kind, where, text = self._store.get(_FAILURE).decode().split("\n", 3)
-            if kind == "settings":
-                return SettingsError(text)
+            if kind in _KINDS:
+                return _KINDS[kind](text)
             return PartFailed(f"trainer rank {rank} failed in phase={where!r}: {text}")
-        self.has_lost_rank = True
         missing = [
             f"trainer rank {rank} (no sign of life, in phase={self._phase_of(self._store, rank)!r})"
             for rank in self._silent_ranks(self._store)
@@ -308,6 +343,29 @@ class Watchdog:
         if not store.check([key]):
             return "not started"
         return str(store.get(key).decode().split(" ", 1)[1])
+
+
+def as_killed(error: Exception, *, rank: int, phase: str) -> Exception:
+    """`RankKilled` in place of an error that says that memory was refused; else the error."""
+    if not is_memory_shortage(error):
+        return error
+    return RankKilled(
+        f"the system gave trainer rank {rank} no more memory in phase={phase!r} "
+        f"({_last_line(error) or type(error).__name__}; look at ulimit -v and its cgroup). "
+        f"{_RESUMES}"
+    )
+
+
+def _thread_starts() -> list[FrameType]:
+    """The calls of `Thread.start` that have not returned, of all threads."""
+    found = []
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code is threading.Thread.start.__code__:
+                found.append(frame)
+            frame = frame.f_back
+    return found
 
 
 def _last_line(error: Exception) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 import click
 
+from outloop.buffer.errors import RANK_KILLED_EXIT_CODE, PartFailed, RankKilled
 from outloop.cli.options import RUN
 from outloop.cli.parts import open_as
 
@@ -36,6 +38,7 @@ def trainer(run_dir: Path) -> None:
     from outloop.engine.launch.torchrun import as_rank
     from outloop.engine.machine_binding import bind
 
+    threading.excepthook = end_without_memory
     with as_rank(), stop_on_signals() as stop:
         # Threads keep the cores that they begin with.
         bind(run.settings)
@@ -44,8 +47,27 @@ def trainer(run_dir: Path) -> None:
         train_policy(run, stop=stop, on_hang=end_process)
 
 
-def end_process(sentence: str) -> None:
-    """End this process at once: the call that hangs never returns."""
-    sys.stderr.write(f"outloop: {sentence}\n")
-    sys.stderr.flush()
-    os._exit(HANG_EXIT_CODE)
+def end_process(error: PartFailed) -> None:
+    """End this process at once: the call that hangs never returns. The exit code says whether it
+    may be started again."""
+    from outloop.engine.launch.torchrun import leave_error
+
+    try:
+        sys.stderr.write(f"outloop: {error}\n")
+        sys.stderr.flush()
+        leave_error(error)
+    finally:
+        os._exit(RANK_KILLED_EXIT_CODE if isinstance(error, RankKilled) else HANG_EXIT_CODE)
+
+
+def end_without_memory(ended: threading.ExceptHookArgs) -> None:
+    """For `threading.excepthook`: a thread that got no memory ends the process, since others may
+    wait for it; one that ends by anything else is shown."""
+    from outloop.engine.memory_shortage import is_memory_shortage
+
+    if ended.exc_value is None or not is_memory_shortage(ended.exc_value):
+        threading.__excepthook__(ended)
+        return
+    name = "a thread" if ended.thread is None else f"thread {ended.thread.name!r}"
+    rank = os.environ.get("RANK", "0")
+    end_process(RankKilled(f"the system gave {name} of trainer rank {rank} no more memory"))

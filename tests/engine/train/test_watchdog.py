@@ -1,5 +1,6 @@
 """The watchdog of a rank: who hangs, where, whom it waits for, and how long leases are renewed."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from outloop.buffer.errors import (
+    RANK_KILLED_EXIT_CODE,
     BufferUnavailable,
     DeadlineExceeded,
     FenceExpired,
@@ -19,6 +22,7 @@ from outloop.buffer.errors import (
     RankKilled,
     SettingsError,
 )
+from outloop.engine.memory_shortage import is_memory_shortage
 from outloop.engine.train.ranks.watchdog import Watchdog
 
 WAIT_S = 60.0
@@ -54,9 +58,9 @@ class Hang:
         """Named in the stacks."""
         self.released.wait(WAIT_S)
 
-    def on_hang(self, sentence: str) -> None:
+    def on_hang(self, error: PartFailed) -> None:
         """What the watchdog calls."""
-        self.sentences.append(sentence)
+        self.sentences.append(str(error))
         self.reported.set()
 
     def end(self) -> None:
@@ -140,6 +144,61 @@ def test_a_process_that_hangs_ends_with_the_sentence(tmp_path: Path) -> None:
     last = answer.stderr.strip().splitlines()[-1]
     assert last.startswith("outloop: trainer rank 0 made no progress")
     assert "phase='publish'" in last
+
+
+SHORT_OF_MEMORY = """
+import os, resource, sys, threading
+from pathlib import Path
+from outloop.cli.trainer import end_process, end_without_memory
+from outloop.engine.train.ranks.watchdog import Watchdog
+threading.excepthook = end_without_memory
+watchdog = Watchdog(Path(sys.argv[1]), rank=0, num_ranks=1, hang_timeout_s=600.0,
+                    start_timeout_s=1.0, on_hang=end_process)
+watchdog.progress("save")
+"""
+WITHOUT_ROOM = """
+threading.stack_size(2**20)
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+for number in range(pages, pages + 10_000):
+    # Page by page until a thread gets its stack, and nothing else.
+    limit = number * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    try:
+        threading.Thread(target=str).start()
+        break
+    except RuntimeError:
+        continue
+"""
+
+
+def end_of(program: str, folder: Path) -> tuple[int, str]:
+    """Exit code and stderr of a program that is to end by itself."""
+    answer = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return answer.returncode, answer.stderr
+
+
+def test_a_thread_that_gets_no_memory_to_begin_ends_the_rank(tmp_path: Path) -> None:
+    """The call that starts it never returns; the exit code has the run started again."""
+    code, said = end_of(SHORT_OF_MEMORY + WITHOUT_ROOM, tmp_path)
+    assert code == RANK_KILLED_EXIT_CODE, said
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("outloop: trainer rank 0 started a thread in phase='save' that had not")
+    assert "no more memory" in last
+
+
+def test_a_thread_that_gets_no_more_memory_ends_the_rank(tmp_path: Path) -> None:
+    """Others may wait for what it does."""
+    work = "threading.Thread(target=lambda: bytearray(2**40), name='beside').start()\n"
+    code, said = end_of(f"{SHORT_OF_MEMORY}{work}threading.Event().wait()", tmp_path)
+    assert code == RANK_KILLED_EXIT_CODE, said
+    assert "outloop: the system gave thread 'beside' of trainer rank 0 no more memory" in said
 
 
 class Leases:
@@ -294,6 +353,38 @@ def test_a_refusal_of_one_rank_is_that_of_all(two: tuple[Watchdog, Watchdog]) ->
         fail_in(two[1], "load", SettingsError("lacks a tensor"))
     with pytest.raises(SettingsError, match="lacks a tensor"):
         fail_in(two[0], "load", gone())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("can't start new thread"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+            "memory: you tried to allocate 4000000000000 bytes. Error code 12"
+        ),
+    ],
+    ids=["python", "system call", "thread", "torch"],
+)
+def test_a_rank_without_memory_is_as_one_that_was_killed(
+    two: tuple[Watchdog, Watchdog], error: Exception
+) -> None:
+    """On itself and on the others, so that the run is started again."""
+    with pytest.raises(RankKilled, match=r"gave trainer rank 1 no more memory in phase='update'"):
+        fail_in(two[1], "update", error)
+    with pytest.raises(RankKilled, match=r"gave trainer rank 1 no more memory in phase='update'"):
+        fail_in(two[0], "update", gone())
+    assert two[0].has_lost_rank
+
+
+def test_the_memory_that_torch_is_refused_is_recognized() -> None:
+    """By its sentence, which has no type of its own."""
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**50)
+    assert is_memory_shortage(refused.value)
+    assert not is_memory_shortage(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
 
 
 @pytest.mark.parametrize(
