@@ -32,6 +32,24 @@ def request(body: bytes = b"", *more: str) -> bytes:
     return "\r\n".join([*head, "", ""]).encode() + body
 
 
+class StoppedClock(asyncio.SelectorEventLoop):
+    """An event loop whose time passes when a test says so, however busy the machine is."""
+
+    now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+
+async def pass_time(seconds: float) -> None:
+    """Let a time pass in the running StoppedClock, and what is due in it happen."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, StoppedClock)
+    loop.now_s += seconds
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
 async def test_everything_is_sent_before_the_connection_is_closed() -> None:
     """A client that asked to close gets the whole answer first."""
     body = b"z" * 3_000_000
@@ -132,14 +150,19 @@ async def test_answers_come_in_the_order_of_the_requests() -> None:
     ],
     ids=["nothing", "head", "body", "large", "chunked"],
 )
-async def test_a_request_that_does_not_arrive_is_not_waited_for(
-    begun: bytes, num_before: int
-) -> None:
+def test_a_request_that_does_not_arrive_is_not_waited_for(begun: bytes, num_before: int) -> None:
     """Whatever is missing, also after a whole request; a body that does not come is refused so
     that its client comes again."""
+    num_received, came = 0, asyncio.Event()
 
     class Impatient(ClientConnection):
         head_timeout_s = 0.2
+
+        def data_received(self, data: bytes) -> None:
+            nonlocal num_received
+            super().data_received(data)
+            num_received += len(data)
+            came.set()
 
     async def app(scope, receive, send) -> None:
         exchange = Exchange(scope, receive, send, body_timeout_s=0.2)
@@ -148,12 +171,21 @@ async def test_a_request_that_does_not_arrive_is_not_waited_for(
         except Refusal as refusal:
             await exchange.answer(refusal.status, refusal.envelope(), refusal.headers())
 
-    async with serving(app, 0.2, Impatient) as (reader, writer):
-        for _ in range(num_before):
-            writer.write(request(b"one"))
-            await reader.readuntil(b"one")
-        writer.write(begun)
-        answer = await asyncio.wait_for(reader.read(), 60)
+    async def talk() -> bytes:
+        async with serving(app, 0.2, Impatient) as (reader, writer):
+            for _ in range(num_before):
+                writer.write(request(b"one"))
+                await reader.readuntil(b"one")
+            writer.write(begun)
+            while num_received < num_before * len(request(b"one")) + len(begun):
+                came.clear()
+                await came.wait()
+            for _ in range(10):
+                await pass_time(0.1)
+            return await reader.read()
+
+    with asyncio.Runner(loop_factory=StoppedClock) as runner:
+        answer = runner.run(talk())
     if b"\r\n\r\n" in begun:
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"body_too_slow" in answer
@@ -243,19 +275,31 @@ async def test_a_body_in_many_chunks_is_read() -> None:
         assert (await reader.readuntil(b"<200000>")).startswith(OK)
 
 
-async def test_a_slow_request_arrives() -> None:
+def test_a_slow_request_arrives() -> None:
     """One that takes longer than a connection may be idle, then as long to be answered."""
+    came = asyncio.Event()
+
+    class Noting(ClientConnection):
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            came.set()
 
     async def app(scope, receive, send) -> None:
         exchange = Exchange(scope, receive, send)
         body = await exchange.body()
-        await asyncio.sleep(0.4)
+        await pass_time(0.4)
         await exchange.answer(200, body)
 
-    async with serving(app, keep_alive_s=0.2) as (reader, writer):
-        for body in (b"first", b"second"):
-            whole = request(body)
-            writer.write(whole[:-1])
-            await asyncio.sleep(0.4)
-            writer.write(whole[-1:])
-            assert (await reader.readuntil(body)).startswith(OK)
+    async def talk() -> None:
+        async with serving(app, 0.2, Noting) as (reader, writer):
+            for body in (b"first", b"second"):
+                whole = request(body)
+                came.clear()
+                writer.write(whole[:-1])
+                await came.wait()
+                await pass_time(0.4)
+                writer.write(whole[-1:])
+                assert (await reader.readuntil(body)).startswith(OK)
+
+    with asyncio.Runner(loop_factory=StoppedClock) as runner:
+        runner.run(talk())
