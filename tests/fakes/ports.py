@@ -2,29 +2,26 @@
 
 import random
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 _FIRST = 10_000
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
-def free_ports(count: int, *, offsets: Sequence[int] = (0,)) -> list[int]:
-    """Different ports of loopback that nobody listens on, nor on those `offsets` above them.
+def free_ports(count: int, *, beside: int = 0) -> list[int]:
+    """Different ports of loopback that nobody listens on, nor on those that are `beside` higher.
 
     They are none of those that the system gives to connections and to who asks for any port: one
     that is free now may be such a one's before the program listens.
     """
     found: list[int] = []
-    candidates = random.SystemRandom().sample(range(_FIRST, _end() - max(offsets)), 1000)
-    taken: set[int] = set()
+    candidates = random.SystemRandom().sample(range(_FIRST, _end() - beside), 1000)
     for port in candidates:
         if len(found) == count:
             return found
-        wanted = {port + offset for offset in offsets}
-        if not wanted & taken and all(map(_is_free, wanted)):
+        both = {port, port + beside}
+        if all(map(_is_free, both)) and both.isdisjoint({one + beside for one in found}):
             found.append(port)
-            taken |= wanted
     raise AssertionError(f"no {count} of {len(candidates)} ports are free")
 
 

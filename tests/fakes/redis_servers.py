@@ -68,7 +68,7 @@ class Cluster(RedisServers):
     def __init__(self, folder: Path, *, num_spares: int, lines: Sequence[str] = ()) -> None:
         super().__init__(folder)
         # Nodes talk to each other on the port that is 10,000 higher.
-        ports = free_ports(3 + num_spares, offsets=(0, 10_000))
+        ports = free_ports(3 + num_spares, beside=10_000)
         self.primaries, self.spares = ports[:3], ports[3:]
         for port in ports:
             cluster = ["cluster-enabled yes", "cluster-node-timeout 1000"]

@@ -82,7 +82,7 @@ async def test_turns_of_a_server_that_is_silent_and_left_go_on_elsewhere(
 
 async def test_a_server_that_left_and_came_back_keeps_its_turns(make_stage) -> None:
     """A registry that forgot it for a moment costs no turn its server."""
-    stage = await make_stage(timings=Timings(server_grace_s=0.02))
+    stage = await make_stage(timings=Timings(server_grace_s=0.5))
     stage.says("fine")
     stage.server.gate.clear()
     asked = asyncio.create_task(ask(stage, await stage.open()))
@@ -94,7 +94,7 @@ async def test_a_server_that_left_and_came_back_keeps_its_turns(make_stage) -> N
     assert not pool.servers
     stage.buffer.serve(stage.server.url)
     await pool.refresh()
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.6)
     stage.server.gate.set()
     assert (await asked).json()["choices"][0]["message"]["content"] == "fine"
     assert len(stage.server.requests) == 1

@@ -95,8 +95,11 @@ async def test_an_undelivered_turn_has_no_loss(stage) -> None:
     stage.says("one")
     episode = await stage.open()
     await leave(stage, episode)
+    ((turn,),) = stage.app.state.parts.episodes.known(episode["episode_id"]).turns.values()
     stage.server.gate.set()
-    await asyncio.sleep(0.1)
+    async with asyncio.timeout(60):
+        while not turn.is_generated:
+            await asyncio.sleep(0.005)
     path = f"/episodes/{episode['episode_id']}/close"
     answer = await stage.post(path, {"outcome": "failed", "failure_kind": "agent", "key": "c"})
     assert answer.status_code == 200
@@ -113,10 +116,9 @@ async def test_closing_aborts_what_is_still_generated(stage) -> None:
     path = f"/episodes/{episode['episode_id']}/close"
     answer = await stage.post(path, {"outcome": "truncated", "key": "c"})
     assert answer.status_code == 200
-    for _ in range(100):
-        if stage.server.aborted:
-            break
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while not stage.server.aborted:
+            await asyncio.sleep(0.01)
     assert stage.server.aborted == [stage.server.requests[0]["rid"]]
     assert not stage.turns(episode)
 

@@ -29,7 +29,7 @@ def sleeps(task, result):
 
 async def queues(task, result):
     with waiting_for_turn():
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2.2 if result.answer == "long" else 0.6)
     await asyncio.sleep(2.0 if result.answer == "slow" else 0.05)
     return 1.0
 
@@ -56,7 +56,7 @@ def score(folder: Path, make_settings: Callable[..., Settings]) -> Callable[...,
     def make(name: str, timeout_s: float = 10.0, within_s: float = 20.0) -> Callable[..., Any]:
         verifier = load_verifier(make_settings(verifier=f"checks:{name}").env)
 
-        async def call(answer: str = "1") -> float:
+        async def call(answer: str = "1", timeout_s: float = timeout_s) -> float:
             result = Result(answer=answer)
             reward = await verify(
                 verifier, TASK, result, timeout_s=timeout_s, deadline=time.time() + within_s
@@ -70,10 +70,10 @@ def score(folder: Path, make_settings: Callable[..., Settings]) -> Callable[...,
 
 async def test_calls_that_hang_hold_up_no_others(score: Callable[..., Any]) -> None:
     """Twenty answers on which a verifier blocks for ever are late; the next ones are scored."""
-    late = score("hangs", timeout_s=0.3)
-    hung = await asyncio.gather(*(late("hang") for _ in range(20)), return_exceptions=True)
+    one = score("hangs")
+    hung = await asyncio.gather(*(one("hang", 0.3) for _ in range(20)), return_exceptions=True)
     assert {type(error) for error in hung} == {VerifierTimeout}
-    assert await asyncio.gather(*(late() for _ in range(5))) == [1.0] * 5
+    assert await asyncio.gather(*(one() for _ in range(5))) == [1.0] * 5
 
 
 async def test_the_clock_starts_when_the_call_does(score: Callable[..., Any]) -> None:
@@ -84,7 +84,7 @@ async def test_the_clock_starts_when_the_call_does(score: Callable[..., Any]) ->
 
 async def test_waiting_for_a_turn_does_not_count(score: Callable[..., Any]) -> None:
     """A verifier that queues for a sandbox is timed when it works, not while it waits."""
-    assert await score("queues", timeout_s=0.5)() == 1.0
+    assert await score("queues", timeout_s=2.0)("long") == 1.0
     with pytest.raises(VerifierTimeout, match="longer than 0.3 s"):
         await score("queues", timeout_s=0.3)("slow")
 
