@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -31,31 +31,36 @@ SPARE_BYTES = 0
 
 
 @contextmanager
-def fault(kind: str, victims: Sequence[psutil.Process]) -> Iterator[None]:
-    """While it lasts, the victims suffer; the first is the part's own process."""
+def fault(kind: str, victims: Sequence[psutil.Process]) -> Iterator[Callable[[], int]]:
+    """While it lasts, the victims suffer; the first is the part's own process. Gives how many of
+    them the system has killed for want of memory."""
     if kind in ("killed", "asked to stop"):
         _send(victims[:1], signal.SIGKILL if kind == "killed" else signal.SIGTERM)
-        yield
+        yield _none
     elif kind == "stopped":
         _send(victims, signal.SIGSTOP)
         try:
-            yield
+            yield _none
         finally:
             _send(victims, signal.SIGCONT)
     elif kind == "slowed":
         with _slowed(victims):
-            yield
+            yield _none
     elif kind == "disk full":
         # Writing to any file fails, as on a disk without room; sockets and pipes are no files.
         with _limited(victims, resource.RLIMIT_FSIZE, lambda process: 0):
-            yield
+            yield _none
     elif kind == STARVED:
-        with starved(victims):
-            yield
+        with starved(victims) as num_killed:
+            yield num_killed
     else:
         assert kind == "memory limit", kind
         with _limited(victims, resource.RLIMIT_AS, lambda p: p.memory_info().vms + SPARE_BYTES):
-            yield
+            yield _none
+
+
+def _none() -> int:
+    return 0
 
 
 def _send(victims: Sequence[psutil.Process], number: signal.Signals) -> None:

@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import starvation
 from faults import FAULTS, LASTING, LIMITED, ON_HOSTS, STARVED, fault
 from hosts import Host, hosts, why_not
 from reliability_page import record_audit, record_cell
-from stack import PARTS, PHASES, Stack, alive
+from stack import PARTS, PHASES, Stack
 from tiny import make_model
 
 from outloop.buffer.events import read_events
@@ -127,20 +127,17 @@ class Cell:
         counted, steps = self._counted(), stack.steps()
         signs, num_ended, began_at = Signs(stack, self.part), len(stack.ended), time.time()
 
-        def is_killed() -> bool:
-            return self.kind == STARVED and not alive(victims[:1])
-
         was_killed = self.kind == "killed"
-        with self._strike(victims):
+        with self._strike(victims) as num_killed:
             if self.kind in (*LASTING, *ON_HOSTS):
                 end = time.monotonic() + HOLD_S
 
                 def is_over() -> bool:
                     signs.look()
-                    return time.monotonic() > end or is_killed()
+                    return time.monotonic() > end or num_killed() > 0
 
                 stack.wait_until(is_over, HOLD_S + 5)
-                was_killed = is_killed()
+                was_killed = num_killed() > 0
         ended_at = time.time()
         meanwhile = [step for step, at in stack.steps() if began_at < at < ended_at]
 
@@ -200,10 +197,10 @@ class Cell:
 
 
 @contextmanager
-def _partitioned(host: Host) -> Iterator[None]:
+def _partitioned(host: Host) -> Iterator[Callable[[], int]]:
     host.cut()
     try:
-        yield
+        yield lambda: 0
     finally:
         host.join()
 

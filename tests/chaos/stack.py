@@ -189,9 +189,10 @@ class Stack:
                     found.append(process)
         if part == "rank":
             return found[-1:]
-        if part == "sandbox" or not found:
-            return found[:1]
-        return alive([found[0], *self._below(found[0].pid)])
+        with suppress(psutil.NoSuchProcess):
+            # A sandbox may end while it is looked at.
+            return alive([one for first in found[:1] for one in (first, *self._below(first.pid))])
+        return []
 
     @staticmethod
     def _below(pid: int) -> list[psutil.Process]:

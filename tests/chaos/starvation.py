@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,8 @@ class _Version:
     processes and groups are refused."""
     limit_file: str
     no_limit: str
+    events_file: str
+    """Has a line `oom_kill NUMBER`."""
 
 
 def _version() -> _Version:
@@ -35,17 +37,19 @@ def _version() -> _Version:
         OSError: there is no controller of memory.
     """
     if (ROOT / "cgroup.controllers").exists():
-        return _Version(ROOT, "memory.max", "max")
+        return _Version(ROOT, "memory.max", "max", "memory.events")
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
-            return _Version(ROOT / f"memory{path}", "memory.limit_in_bytes", "-1")
+            group = ROOT / f"memory{path}"
+            return _Version(group, "memory.limit_in_bytes", "-1", "memory.oom_control")
     raise OSError("the system has no controller of memory")
 
 
 @contextmanager
-def starved(victims: Sequence[psutil.Process]) -> Iterator[None]:
-    """While it lasts, the system grants the victims no further page, and kills who needs one."""
+def starved(victims: Sequence[psutil.Process]) -> Iterator[Callable[[], int]]:
+    """While it lasts, the system grants the victims no further page, and kills who needs one; gives
+    how many it has killed."""
     version = _version()
     group = version.parent / f"outloop-{os.getpid()}"
     group.mkdir()
@@ -56,13 +60,18 @@ def starved(victims: Sequence[psutil.Process]) -> Iterator[None]:
         for process in victims:
             with suppress(ProcessLookupError):
                 members.write_text(str(process.pid))
-        yield
+        yield lambda: _num_killed(group / version.events_file)
     finally:
         limit.write_text(version.no_limit)
         for pid in members.read_text().split():
             with suppress(ProcessLookupError):
                 (version.parent / "cgroup.procs").write_text(pid)
         _remove(group)
+
+
+def _num_killed(events: Path) -> int:
+    rows = dict(line.split() for line in events.read_text().splitlines())
+    return int(rows["oom_kill"])
 
 
 def _remove(group: Path) -> None:
