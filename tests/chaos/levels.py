@@ -174,6 +174,8 @@ class Playing:
         self.run = create_run(settings, self.run_dir, settings.buffer.redis_url)
         init_run(self.run)
         self.pids: dict[str, int] = {}
+        self.ending: dict[int, tuple[str, float]] = {}
+        """Process id -> who was told to end, and by when: the run goes on meanwhile."""
         self.changes = dict(CHANGES)
         self.num_turns_at: dict[int, int] = {}
         """Turns of all runners when a step was seen to be made."""
@@ -200,12 +202,14 @@ class Playing:
             del self.pids[name]
             raise AssertionError(f"{name} ended by itself with exit code {code}: {self.log()}")
         os.kill(self.pids[name], number)
-        pid, deadline = self.pids.pop(name), time.monotonic() + STOP_S
-        while nursery.exit_code(pid) is None:
-            if time.monotonic() > deadline:
-                nursery.end(pid)
-                raise AssertionError(f"{name} does not end: {self.log()}")
-            nursery.wait_for_child(0.05)
+        self.ending[self.pids.pop(name)] = name, time.monotonic() + STOP_S
+
+    def _reap(self) -> None:
+        for pid, (name, deadline) in list(self.ending.items()):
+            if nursery.exit_code(pid) is not None:
+                del self.ending[pid]
+            else:
+                assert time.monotonic() < deadline, f"{name} does not end: {self.log()}"
 
     def play(self, timeout_s: float) -> None:
         """Until the trainer has finished, and the archive has everything.
@@ -218,12 +222,16 @@ class Playing:
             self._add(name)
         while (code := nursery.exit_code(self.pids["trainer"])) is None:
             assert time.monotonic() < deadline, f"stuck: {self.log()}"
+            self._reap()
             self._change()
             nursery.wait_for_child(0.05)
         del self.pids["trainer"]  # It was waited for.
         assert code == 0, f"the trainer ended with exit code {code}: {self.log()}"
         assert not self.changes, f"the run ended before the changes of {sorted(self.changes)}"
         self._end("archiver", signal.SIGTERM)
+        while self.ending:
+            self._reap()
+            nursery.wait_for_child(0.05)
 
     def _change(self) -> None:
         made, num_turns = self._num_steps(), self._num_turns()
@@ -299,7 +307,7 @@ class Playing:
 
     def stop(self) -> None:
         """End what is left."""
-        for pid in self.pids.values():
+        for pid in (*self.pids.values(), *self.ending):
             nursery.end(pid)
         self.redis.stop()
 
