@@ -324,7 +324,7 @@ audit: sbom
 # parts have hosts of their own and can be partitioned. PARTS=router,server picks parts.
 .PHONY: test-faults test-ledger test-hosts soak
 test-faults: $(STAMP) bwrap
-	$(ONE_THREAD) $(BIN)/python -u tests/chaos/matrix.py $(if $(PARTS),--parts $(PARTS))
+	$(ONE_THREAD) $(BIN)/python -u tests/chaos/matrix.py $(if $(PARTS),--parts $(PARTS)) $(if $(ALL_PHASES),--all-phases)
 test-ledger: KILLS = 50
 test-ledger: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/whole.py --first-seed 7 --seeds 1 --steps 100000 --kills $(KILLS) --timeout-s 3600 --ledger
