@@ -14,7 +14,7 @@ from fakes.local_tensors import LocalTensors
 from fakes.one_server import OneServer
 from fakes.sharing_ranks import SharingRanks
 from outloop.buffer.errors import PublishFailed
-from outloop.buffer.run import create_run
+from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
 from outloop.engine.publish.buckets.plan import Place, TensorSpec
 from outloop.engine.publish.publisher import Publisher
@@ -23,6 +23,18 @@ from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.publish.verification.accounts import accounts_for, verify
 
 PROMPT = [5, 17, 300, 8, 9, 44, 120, 7, 61, 2]
+CACHED = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, "extra_key": "before"}
+"""How a turn is asked for before a publish, and by a router that has not heard of it."""
+
+
+def run_on(server: Any, folder: Path, **publish: Any) -> Run:
+    """A run that publishes to the server alone."""
+    tree = {
+        "model": {"path": str(server.folder)},
+        "server": {"kind": server.kind, "tensor_parallel_size": server.num_ranks},
+        "publish": {"fallback": "none", "phase_timeout_s": 60, **publish},
+    }
+    return create_run(build_settings(tree, source="test"), folder / "run", "unix:///none")
 
 
 @pytest.fixture(params=["shared_memory", "collective", "disk"])
@@ -30,17 +42,7 @@ def publisher(
     request: pytest.FixtureRequest, server: Any, tmp_path: Path
 ) -> Iterator[tuple[Publisher, OneServer]]:
     """A publisher over the server, by each transport; small buckets, so that there are several."""
-    tree = {
-        "model": {"path": str(server.folder)},
-        "server": {"kind": server.kind, "tensor_parallel_size": server.num_ranks},
-        "publish": {
-            "transport": request.param,
-            "fallback": "none",
-            "bucket_mb": 0.05,
-            "phase_timeout_s": 60,
-        },
-    }
-    run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
+    run = run_on(server, tmp_path, transport=request.param, bucket_mb=0.05)
     registry = OneServer(server.url, server.kind)
     made = Publisher(run, registry)
     yield made, registry
@@ -71,6 +73,14 @@ def _logprobs(answer: dict[str, Any]) -> list[float]:
     return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
 
 
+async def _require_nothing_of_before(server: Any) -> None:
+    """A turn that names the last version is computed as one that can reuse nothing."""
+    late = await server.generate(PROMPT * 4, **CACHED)
+    alone = await server.generate(PROMPT * 4, **{**CACHED, "extra_key": "after"})
+    assert late["output_ids"] == alone["output_ids"]
+    assert _logprobs(late) == pytest.approx(_logprobs(alone), abs=1e-4)
+
+
 async def test_published_weights_are_served(
     server: Any, publisher: tuple[Publisher, OneServer], make_model: Callable[..., Path]
 ) -> None:
@@ -95,13 +105,9 @@ async def test_prefixes_of_the_version_before_are_not_used(
     """A turn that still names the last version, as a router sends it that has not heard of the
     publish, is computed by the new weights alone."""
     publish, _ = publisher
-    fields = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, "extra_key": "before"}
-    await server.generate(PROMPT * 4, **fields)
+    await server.generate(PROMPT * 4, **CACHED)
     await asyncio.to_thread(publish.publish, _weights(make_model(seed=1)), 3)
-    late = await server.generate(PROMPT * 4, **fields)
-    alone = await server.generate(PROMPT * 4, **{**fields, "extra_key": "after"})
-    assert late["output_ids"] == alone["output_ids"]
-    assert _logprobs(late) == pytest.approx(_logprobs(alone), abs=1e-4)
+    await _require_nothing_of_before(server)
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort"])
@@ -110,24 +116,14 @@ async def test_a_turn_that_waits_uses_no_prefix_of_the_version_before(
 ) -> None:
     """It goes on after the publish by keys and values of the new weights, beside turns in flight
     too."""
-    tree = {
-        "model": {"path": str(server.folder)},
-        "server": {"kind": server.kind, "tensor_parallel_size": server.num_ranks},
-        "publish": {"mode": mode, "fallback": "none", "phase_timeout_s": 60},
-    }
-    run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
-    publisher = Publisher(run, OneServer(server.url, server.kind))
-    fields = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, "extra_key": "before"}
-    await server.generate(PROMPT * 4, **fields)
+    publisher = Publisher(run_on(server, tmp_path, mode=mode), OneServer(server.url, server.kind))
+    await server.generate(PROMPT * 4, **CACHED)
     running = asyncio.create_task(server.generate(PROMPT, max_new_tokens=480, ignore_eos=True))
     await server.wait_until_running(1)
     await asyncio.to_thread(publisher.publish, _weights(make_model(seed=1)), 4)
-    late = await server.generate(PROMPT * 4, **fields)
-    alone = await server.generate(PROMPT * 4, **{**fields, "extra_key": "after"})
+    await _require_nothing_of_before(server)
     await running
     publisher.close()
-    assert late["output_ids"] == alone["output_ids"]
-    assert _logprobs(late) == pytest.approx(_logprobs(alone), abs=1e-4)
 
 
 async def test_two_ranks_send_over_groups_of_their_own(
@@ -135,17 +131,7 @@ async def test_two_ranks_send_over_groups_of_their_own(
 ) -> None:
     """The server is a member of both, takes their buckets in turn, and then samples by the weights
     of both shares; twice over the same groups."""
-    tree = {
-        "model": {"path": str(server.folder)},
-        "server": {"kind": server.kind, "tensor_parallel_size": server.num_ranks},
-        "publish": {
-            "transport": "collective",
-            "fallback": "none",
-            "bucket_mb": 0.05,
-            "phase_timeout_s": 60,
-        },
-    }
-    run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
+    run = run_on(server, tmp_path, transport="collective", bucket_mb=0.05)
     registry = OneServer(server.url, server.kind)
     publisher = Publisher(run, registry)
     tensors = load_file(server.folder / "model.safetensors")

@@ -152,6 +152,19 @@ def test_waiting_for_rank_0_is_no_hang(make_watchdog: MakeWatchdog) -> None:
         assert hang.reported.wait(WAIT_S)
 
 
+def end_of(program: str, folder: Path) -> tuple[int, str]:
+    """Exit code and stderr of a program that is to end by itself."""
+    answer = subprocess.run(
+        [sys.executable, "-c", program, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return answer.returncode, answer.stderr
+
+
 def test_a_process_that_hangs_ends_with_the_sentence(tmp_path: Path) -> None:
     """The trainer's process ends by itself, though its main thread never returns."""
     program = (
@@ -164,15 +177,9 @@ def test_a_process_that_hangs_ends_with_the_sentence(tmp_path: Path) -> None:
         "watchdog.progress('publish')\n"
         "threading.Event().wait()\n"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert answer.returncode == 3
-    last = answer.stderr.strip().splitlines()[-1]
+    code, said = end_of(program, tmp_path)
+    assert code == 3
+    last = said.strip().splitlines()[-1]
     assert last.startswith("outloop: trainer rank 0 made no progress")
     assert "phase='publish'" in last
 
@@ -200,19 +207,6 @@ for number in range(pages, pages + 10_000):
     except RuntimeError:
         continue
 """
-
-
-def end_of(program: str, folder: Path) -> tuple[int, str]:
-    """Exit code and stderr of a program that is to end by itself."""
-    answer = subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return answer.returncode, answer.stderr
 
 
 def test_a_thread_that_gets_no_memory_to_begin_ends_the_rank(tmp_path: Path) -> None:
