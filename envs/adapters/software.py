@@ -18,7 +18,7 @@ left in the files that it may change is then tested in another session
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,8 @@ def task(
         SettingsError: git does not know the revision; nothing is editable; a hidden file is
             editable, or in the revision; a test lacks its command or output.
     """
-    made = Repository(repository)
-    names = made.names(revision)
-    made.close()
+    with closing(Repository(repository)) as made:
+        names = made.names(revision)
     for name in editable:
         if name.rstrip("/") not in names:
             raise SettingsError(f"editable={name!r}: revision={revision!r} has no such path")

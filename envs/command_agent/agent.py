@@ -28,6 +28,7 @@ from outloop.envs.command_agent.verifier import (
     load_verifier,
     verify,
 )
+from outloop.envs.owned_folder import OwnedFolder
 from outloop.envs.rollout.episode import Episode
 from outloop.envs.rollout.episode_result import EpisodeResult, failed, without_reward
 from outloop.envs.rollout.rollout_function import Rollout, load_rollout
@@ -80,10 +81,14 @@ class CommandAgent:
         self._confinement = open_confinement(env, [path for path in hidden if path not in own])
         self._verifier = load_verifier(env)
         self._env = env
+        self._folder: OwnedFolder | None = None
 
     async def tear_down(self) -> None:
-        """End what the verifier started."""
+        """End what the verifier started, and remove the folder of its episodes."""
         await self._verifier.tear_down()
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
     def check_tasks(self, tasks: tuple[Task, ...]) -> None:
         """Refuse placeholders that no task fills.
@@ -98,7 +103,9 @@ class CommandAgent:
 
     async def play(self, task: Task, episode: Episode) -> EpisodeResult:
         """Run the program to its end or a limit, and score what it left."""
-        root = Path(tempfile.mkdtemp(prefix="outloop-episode-"))
+        if self._folder is None:
+            self._folder = OwnedFolder("outloop-episodes")
+        root = Path(tempfile.mkdtemp(prefix="episode-", dir=self._folder.path))
         folder, temporary = root / "episode", root / "tmp"
         folder.mkdir()
         temporary.mkdir()

@@ -26,6 +26,7 @@ from outloop.buffer.errors import EnvironmentFailure, RecordError, SettingsError
 from outloop.buffer.records import Reward, Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.command_agent import command
+from outloop.envs.owned_folder import OwnedFolder
 from outloop.envs.rollout.episode_result import as_reward
 from outloop.envs.user_code import import_object, tear_down
 from outloop.envs.verifiers.clock import VerifierClock
@@ -257,9 +258,12 @@ class _CommandVerifier:
         self._line = command.CommandLine(env.verifier, setting=_SETTING, import_dir=env.import_dir)
         self._line.check(_FILES)
         self._env = env
+        self._folder: OwnedFolder | None = None
 
     async def __call__(self, task: Task, result: Result, clock: VerifierClock) -> Reward:
-        folder = Path(tempfile.mkdtemp(prefix="outloop-verdict-"))
+        if self._folder is None:
+            self._folder = OwnedFolder("outloop-verdicts")
+        folder = Path(tempfile.mkdtemp(dir=self._folder.path))
         try:
             ran = await self._run(task, result, folder, clock.limit_s)
         finally:
@@ -273,7 +277,10 @@ class _CommandVerifier:
         return as_reward(_last_line(ran.stdout), self._env.reward_weights)
 
     async def tear_down(self) -> None:
-        """Do nothing: each command has ended with its verdict."""
+        """Remove the folder of its commands, which have ended with their verdicts."""
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
     async def _run(
         self, task: Task, result: Result, folder: Path, limit_s: float

@@ -9,9 +9,9 @@ import os
 import py_compile
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
+from outloop.envs.owned_folder import OwnedFolder
 from outloop.envs.sandbox import guest
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.guest import framing
@@ -24,10 +24,8 @@ class Bundle:
     """A folder with a copy of the package `guest`, as source and compiled."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="outloop-guest-", ignore_cleanup_errors=True
-        )
-        self.path = Path(self._folder.name)
+        self._folder = OwnedFolder("outloop-supervisor")
+        self.path = self._folder.path
         self.path.chmod(0o755)
         package = self.path
         for name in guest.__name__.split("."):
@@ -51,7 +49,7 @@ class Bundle:
 
     def close(self) -> None:
         """Remove the folder."""
-        self._folder.cleanup()
+        self._folder.close()
 
 
 def system_python() -> str:

@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import structlog
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
+from outloop.envs.owned_folder import OwnedFolder
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.cgroups import Cgroup, find_cgroups
 from outloop.envs.sandbox.guest_bundle import GUEST_FOLDER, boot_argv, system_python
@@ -77,10 +77,8 @@ class GvisorSandbox(SupervisedSandbox):
         # Beside what is counted within: a flood of processes there is one of threads here.
         self._bounds = "watched"
         self._cgroups, reason = find_cgroups()
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="outloop-gvisor-", ignore_cleanup_errors=True
-        )
-        self._root = Path(self._folder.name) / "root"
+        self._folder = OwnedFolder("outloop-runsc")
+        self._root = self._folder.path / "root"
         self._root.mkdir()
         outside = f"no cgroups: {reason}"
         if self._cgroups is not None:
@@ -125,7 +123,7 @@ class GvisorSandbox(SupervisedSandbox):
 
     def _launch(self, limits: Limits, base: Path | None, events: int = -1) -> Launch:
         name = f"outloop-{uuid.uuid4().hex}"
-        folder = Path(self._folder.name) / name
+        folder = self._folder.path / name
         folder.mkdir()
         boot = boot_argv(
             self._python,
@@ -136,7 +134,7 @@ class GvisorSandbox(SupervisedSandbox):
             base=_BASE if base is not None else "",
         )
         (folder / "config.json").write_text(json.dumps(self._container(boot, limits, base)))
-        state = Path(self._folder.name) / "state"
+        state = self._folder.path / "state"
         runsc = (self._runsc, f"--root={state}", "--network=none", "--ignore-cgroups")
         remove = (
             f"{shlex.join((*runsc, 'delete', '--force', name))}; rm -rf {shlex.quote(str(folder))}"
@@ -232,4 +230,4 @@ class GvisorSandbox(SupervisedSandbox):
     async def close(self) -> None:
         """See `Sandbox.close`."""
         await super().close()
-        self._folder.cleanup()
+        self._folder.close()

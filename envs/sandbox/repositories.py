@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
+from outloop.envs.owned_folder import OwnedFolder
 from outloop.envs.sandbox.bubblewrap import session_user
 
 _EXECUTABLE, _LINK, _SUBMODULE = "100755", "120000", "160000"
@@ -39,9 +40,11 @@ class Repository:
         if shutil.which("git") is None:
             raise SettingsError("there is no git on PATH; install the package git")
         self._git("rev-parse", "--git-dir")
-        self._is_ours = store is None
-        made = store or tempfile.mkdtemp(prefix="outloop-revisions-")
-        self._store = Path(made).resolve()
+        self._folder: OwnedFolder | None = None
+        if store is None:
+            self._folder = OwnedFolder("outloop-repository")
+            store = self._folder.path
+        self._store = Path(store).resolve()
         for folder in (self._store, self._store / "files", self._store / "revisions"):
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o755)
@@ -73,8 +76,8 @@ class Repository:
 
     def close(self) -> None:
         """Remove the store, if it is a temporary one."""
-        if self._is_ours:
-            shutil.rmtree(self._store, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.close()
 
     def _make(self, tree: str, made: Path) -> None:
         listed = self._git("ls-tree", "-r", "-z", "--full-tree", tree).split(b"\0")[:-1]

@@ -72,7 +72,8 @@ class RepositoryTests:
         """The folder of the task's revision."""
         path, revision = text_of(task, "repository"), text_of(task, "revision")
         if path not in self._repositories:
-            self._repositories[path] = await asyncio.to_thread(Repository, path, self._store)
+            # Once for each repository, and not beside other calls: each would make its own store.
+            self._repositories[path] = Repository(path, self._store)
         return await asyncio.to_thread(self._repositories[path].folder, revision)
 
     async def __call__(self, task: Task, result: Result) -> float:

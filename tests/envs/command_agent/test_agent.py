@@ -411,7 +411,7 @@ print(json.dumps({
     "seen": seen, "listed": listed, "written": written, "num_processes": len(pids),
     "cwd": os.getcwd() == own, "helper": WORDS, "home": os.environ["HOME"],
     "others": [name for name in os.listdir(os.path.dirname(os.path.dirname(own)))
-               if name.startswith("outloop-episode") and name not in own],
+               if name.startswith("episode-") and name not in own],
 }))
 """
 

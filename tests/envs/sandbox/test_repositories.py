@@ -1,5 +1,6 @@
 """Revisions of a git repository as folders."""
 
+import asyncio
 import os
 import subprocess
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Task
 from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
 from outloop.envs.sandbox.repositories import Repository
+from outloop.envs.verifiers.repository_tests import RepositoryTests
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -85,6 +88,16 @@ async def test_a_session_over_a_revision_changes_a_layer(project: Path) -> None:
             assert ran.stdout == b"x = 1\nruns\n", ran
     await sandbox.close()
     repository.close()
+
+
+async def test_attempts_at_once_share_the_folder_of_a_revision(project: Path) -> None:
+    """One is made, and it goes with the verifier that made it."""
+    verifier = RepositoryTests()
+    task = Task(task_id="t", payload={"repository": str(project), "revision": "first"})
+    folders = await asyncio.gather(*(verifier.base(task) for _ in range(8)))
+    assert len(set(folders)) == 1
+    await verifier.tear_down()
+    assert not folders[0].exists()
 
 
 def test_what_git_does_not_know_is_refused(project: Path, tmp_path: Path) -> None:
