@@ -31,6 +31,9 @@ from outloop.engine.train.ranks.watchdog import Watchdog
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+_LOOK_S = 1.0
+"""Between messages to ranks that wait, which fail where one is lost: torchrun stops the others
+then, and ends them 30 s later, so a wait for what a lost rank had to do has to end before."""
 _log = structlog.get_logger()
 
 
@@ -97,7 +100,7 @@ class RankController:
         self.worker = worker
         self.watchdog = watchdog
         self._has_followers = num_ranks > 1
-        self._interval_s = timeout_s / 8.0
+        self._interval_s = min(timeout_s / 8.0, _LOOK_S)
         self._sent_at = time.monotonic()
 
     @property

@@ -2,18 +2,15 @@
 
 import itertools
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from safetensors.torch import load_file
 
+from fakes.rank_processes import errors_of, rank_processes
 from fakes.torch_server_process import ServerProcess
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
@@ -41,31 +38,17 @@ def results(
             publish={"transport": name, "fallback": "none", "bucket_mb": 0.02},
         )
         create_run(settings, folder / name, "unix:///nowhere")
-    # The store outlives every rank, as torchrun's does.
-    store = dist.TCPStore("127.0.0.1", 0, NUM_RANKS, is_master=True, wait_for_workers=False)
     server = ServerProcess(model)
-    place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(NUM_RANKS),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(PROGRAM.parents[2]),
-    }
-    command = [sys.executable, str(PROGRAM), str(folder), server.url, str(model)]
-    ranks = []
+    words = (server.url, str(model))
+    variables = {"PYTHONPATH": str(PROGRAM.parents[2])}
     try:
-        for rank in range(NUM_RANKS):
-            with (folder / f"rank_{rank}.err").open("w") as err:
-                env = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, env=env, stderr=err))
-        codes = [rank.wait(timeout=240) for rank in ranks]
+        with rank_processes(
+            PROGRAM, folder, *words, num_ranks=NUM_RANKS, variables=variables
+        ) as ranks:
+            codes = [rank.wait(timeout=240) for rank in ranks]
     finally:
         server.kill()
-        for process in ranks:
-            process.kill()
-            process.wait(timeout=30)
-    errors = [(folder / f"rank_{rank}.err").read_text() for rank in range(NUM_RANKS)]
+    errors = errors_of(folder, NUM_RANKS)
     assert (folder / "results.json").exists(), "\n".join(errors)[-6000:]
     found: dict[str, Any] = json.loads((folder / "results.json").read_text())
     assert found.keys() == set(TRANSPORTS), "\n".join(errors)[-6000:]

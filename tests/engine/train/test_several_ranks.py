@@ -1,18 +1,14 @@
 """Three real ranks: what works on one works on several, and a stopped rank is named."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch.distributed as dist
 
+from fakes.rank_processes import errors_of, rank_processes
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint
@@ -44,31 +40,12 @@ def results(
             model={"path": tiny_folder(), "max_context_tokens": 64}, trainer=trainer
         )
         create_run(settings, folder / name, "unix:///nowhere")
-    # The store outlives every rank, as torchrun's does.
-    store = dist.TCPStore("127.0.0.1", 0, NUM_RANKS, is_master=True, wait_for_workers=False)
-    place = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "WORLD_SIZE": str(NUM_RANKS),
-        "OMP_NUM_THREADS": "1",
-        # Names alone: there is no GPU.
-        "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c",
-    }
-    command = [sys.executable, str(PROGRAM), str(folder)]
-    ranks = []
-    try:
-        for rank in range(NUM_RANKS):
-            with (folder / f"rank_{rank}.err").open("w") as err:
-                env = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, env=env, stderr=err))
+    # Names alone: there is no GPU.
+    variables = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}
+    with rank_processes(PROGRAM, folder, num_ranks=NUM_RANKS, variables=variables) as ranks:
         codes = [ranks[rank].wait(timeout=240) for rank in (0, 2)]
         is_stopped = psutil.Process(ranks[1].pid).status() == psutil.STATUS_STOPPED
-    finally:
-        for process in ranks:
-            process.send_signal(signal.SIGKILL)
-            process.wait(timeout=30)
-    errors = [(folder / f"rank_{rank}.err").read_text() for rank in range(NUM_RANKS)]
+    errors = errors_of(folder, NUM_RANKS)
     assert (folder / "results.json").exists(), "\n".join(errors)[-6000:]
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return results | {
