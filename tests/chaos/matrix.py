@@ -38,7 +38,7 @@ USUAL = ("short_episodes", "no_signal")
 NOTICE_S = 2.0
 SHOWN = ("warning from ", "Redis cannot write")
 """How lines of the terminal begin that name a trouble."""
-USUAL_SHOWN = ("trained episodes are shorter", "no signal")
+USUAL_SHOWN = ("trained episodes are shorter", "all rewards were equal")
 START_S = 240.0
 PHASE_S = 25.0
 """For how long a phase is waited for; without it the fault comes in another one."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from faults import FAULTS, LIMITED, ON_HOSTS, STARVED
+from stack import PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reliability.md"
@@ -99,31 +100,83 @@ def write_page() -> None:
 
 
 def _faults(cells: Mapping[str, Any]) -> str:
-    """An overview, part by fault, and a line for each cell that ran."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    lines = []
+    """An overview, part by fault, and a line for each fault of a part with each phase."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for name, cell in sorted(cells.items()):
-        part, kind, _ = name.split("/")
-        found.setdefault((part, kind), []).append(cell)
-        sign = f"{cell['noticed_s']} s: {cell['sign'][:70]}" if cell.get("sign") else "nothing"
-        lost = ", ".join(f"{number} {what}" for what, number in cell.get("lost", {}).items())
-        ended = "; the run ended and was started again" if cell.get("run_ended") else ""
-        back = f"{cell['back_s']} s" if "back_s" in cell else ""
-        result = f"**failed**: {cell['failed'][:120]}" if "failed" in cell else back
-        words = (
-            *(part, kind, cell.get("phase", ""), sign, str(cell.get("steps_meanwhile", ""))),
-            *(result + ended, lost or "nothing", cell.get("audit", "not noted")[:120]),
-            f"{cell['load']}, {cell['date']}",
-        )
-        lines.append([word.replace("\n", " ").replace("|", "/") for word in words])
+        part, kind, phase = name.split("/")
+        found.setdefault((part, kind), {})[phase] = cell
     overview = [
-        [part, *(_overview(part, kind, found.get((part, kind), [])) for kind in ALL_FAULTS)]
+        [
+            part,
+            *(
+                _overview(part, kind, list(found.get((part, kind), {}).values()))
+                for kind in ALL_FAULTS
+            ),
+        ]
         for part in ROWS
     ]
-    header = ["part", "fault", "began while", "first sign", "steps meanwhile", "back", "lost"]
+    lines = [
+        [
+            *(part, kind, *(_back(by_phase.get(phase)) for phase in PHASES)),
+            *_over_all(list(by_phase.values())),
+        ]
+        for (part, kind), by_phase in sorted(found.items())
+    ]
+    header = ["part", "fault", *PHASES, "first sign, at the latest", "steps meanwhile"]
     return "\n\n".join(
-        (table(["part", *ALL_FAULTS], overview), table([*header, "audit", "load, date"], lines))
+        (
+            table(["part", *ALL_FAULTS], overview),
+            table(
+                [*header, "lost, at most", "audit", "load, date"],
+                [[_plain(word) for word in line] for line in lines],
+            ),
+        )
     )
+
+
+def _plain(word: str) -> str:
+    return word.replace("\n", " ").replace("|", "/")
+
+
+def _back(cell: Mapping[str, Any] | None) -> str:
+    """After how long it trained again, of a fault that began in this phase."""
+    if cell is None:
+        return "not run"
+    if "failed" in cell:
+        return f"**failed**: {cell['failed'][:120]}"
+    return f"{cell['back_s']} s{' (any)' if cell['phase'] == 'any' else ''}"
+
+
+def _over_all(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """First sign, steps meanwhile, lost, audit, load and date of one fault in several phases."""
+    signs = sorted((cell["noticed_s"], cell["sign"][:70]) for cell in cells if cell.get("sign"))
+    steps = [cell["steps_meanwhile"] for cell in cells if "steps_meanwhile" in cell]
+    most: dict[str, int] = {}
+    for cell in cells:
+        for what, number in cell.get("lost", {}).items():
+            most[what] = max(number, most.get(what, 0))
+    lost = [f"{number} {what}" for what, number in most.items()]
+    num_ended = sum(bool(cell.get("run_ended")) for cell in cells)
+    if num_ended:
+        lost.append(f"the run ended and was started again ({num_ended} of {len(cells)})")
+    latest = [f"{signs[-1][0]} s: {signs[-1][1]}"] if signs else []
+    unknown = sum("sign" not in cell for cell in cells)
+    without = (("nothing", len(cells) - len(signs) - unknown), ("not known", unknown))
+    none = [f"{word} ({number} of {len(cells)})" for word, number in without if number]
+    audits = {cell.get("audit", "not noted")[:120] for cell in cells}
+    loads = _range([cell["load"] for cell in cells])
+    return [
+        *("; ".join([*latest, *none]), _range(steps), ", ".join(lost) or "nothing"),
+        *("; ".join(sorted(audits)), f"{loads}, {max(cell['date'] for cell in cells)}"),
+    ]
+
+
+def _range(numbers: Sequence[float]) -> str:
+    """Lowest and highest."""
+    if not numbers:
+        return ""
+    lowest, highest = min(numbers), max(numbers)
+    return f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
 
 
 def _overview(part: str, kind: str, cells: Sequence[Mapping[str, Any]]) -> str:

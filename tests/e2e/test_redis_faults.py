@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fakes.command_run import (
+    assert_each_step_was_made_once,
     assert_nothing_is_left,
     read_rest,
     read_until,
@@ -20,7 +21,6 @@ from fakes.command_run import (
 )
 from fakes.small_disk import can_mount, small_disk
 from outloop.buffer.cli.open_run import joined
-from outloop.buffer.store.ledger import REACHED_TRAINER
 from outloop.buffer.trajectories.steps import read_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -31,7 +31,7 @@ Allow = Callable[..., None]
 
 
 def test_a_run_goes_on_when_its_redis_is_killed(
-    workspace: Path, write_config: WriteConfig, read_metrics: ReadMetrics, allow: Allow
+    workspace: Path, write_config: WriteConfig, allow: Allow
 ) -> None:
     """Twice, in the middle: the launcher starts it again over its file, no other part ends, and
     every step is made once, by groups of which none is trained twice."""
@@ -56,30 +56,14 @@ def test_a_run_goes_on_when_its_redis_is_killed(
     restarted = [line for line in output.splitlines() if "part_restarted" in line]
     assert len(restarted) == 2, output
     assert all("redis" in line for line in restarted)
-    assert_each_step_was_made_once(8, folder, read_metrics)
+    assert_each_step_was_made_once(8, folder)
     assert_nothing_is_left(workspace)
-
-
-def assert_each_step_was_made_once(num_steps: int, folder: Path, read_metrics: ReadMetrics) -> None:
-    """By groups of which none was trained twice, and every attempt ended in one way."""
-    rows = [row for row in read_metrics(folder) if "train/loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
-    assert [row["train/policy_version"] for row in rows] == list(range(1, num_steps + 1))
-    steps = read_steps(folder).values()
-    groups = [group_id for step in steps for take in step.takes for group_id in take]
-    assert len(groups) == len(set(groups)) >= num_steps * 8
-    with joined(folder) as reader:
-        ledger = reader.ledger()
-    ledger.check()
-    reached = [ledger.columns[name] for name in REACHED_TRAINER if name in ledger.columns]
-    assert sum(column.num_attempts for column in reached) == num_steps * 8 * 4
 
 
 def test_a_redis_whose_disk_is_full_holds_the_run_and_ends_nothing(
     workspace: Path,
     write_config: WriteConfig,
     outloop: Outloop,
-    read_metrics: ReadMetrics,
     monkeypatch: pytest.MonkeyPatch,
     allow: Allow,
 ) -> None:
@@ -104,7 +88,7 @@ def test_a_redis_whose_disk_is_full_holds_the_run_and_ends_nothing(
             output = read_rest(process)
         assert process.returncode == 0, output
         assert "part_restarted" not in output
-        assert_each_step_was_made_once(6, folder, read_metrics)
+        assert_each_step_was_made_once(6, folder)
     assert_nothing_is_left(workspace)
 
 

@@ -1,7 +1,7 @@
 """`outloop train` as a process in a user's folder, and what belongs to it.
 
-Owns: finding the run's processes, waiting for its first step, killing its Redis. Does not own: what
-is in the folder (user_folder). Invariant: `training` leaves no command running.
+Owns: finding the run's processes, waiting for its first step, what it must hold at its end. Does
+not own: what is in the folder (user_folder). Invariant: `training` leaves no command running.
 """
 
 import subprocess
@@ -13,7 +13,10 @@ from pathlib import Path
 
 import psutil
 
+from outloop.buffer.cli.open_run import joined
+from outloop.buffer.store.ledger import REACHED_TRAINER
 from outloop.buffer.telemetry import read_metrics
+from outloop.buffer.trajectories.steps import read_steps
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
@@ -101,3 +104,18 @@ def read_rest(process: subprocess.Popen[str]) -> str:
     said = process.stdout.read()
     process.wait()
     return said
+
+
+def assert_each_step_was_made_once(num_steps: int, folder: Path) -> None:
+    """By groups of which none was trained twice, and every attempt ended in one way."""
+    rows = [row for row in read_metrics(folder) if "train/loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+    assert [row["train/policy_version"] for row in rows] == list(range(1, num_steps + 1))
+    steps = read_steps(folder).values()
+    groups = [group_id for step in steps for take in step.takes for group_id in take]
+    assert len(groups) == len(set(groups)) >= num_steps * 8
+    with joined(folder) as reader:
+        ledger = reader.ledger()
+    ledger.check()
+    reached = [ledger.columns[name] for name in REACHED_TRAINER if name in ledger.columns]
+    assert sum(column.num_attempts for column in reached) == num_steps * 8 * 4
