@@ -321,7 +321,7 @@ audit: sbom
 	$(AUDIT)/bin/pip-audit --requirement requirements.lock --no-deps --disable-pip --strict
 
 # Each writes its tables into docs/reliability.md; hours under load, below 40 minutes on an idle machine, with
-# ALL_PHASES=1 66. As root, parts have hosts of their own and can be partitioned. PARTS=router,server picks parts.
+# ALL_PHASES=1 73. As root, parts have hosts of their own and can be partitioned. PARTS=router,server picks parts.
 .PHONY: test-faults test-ledger test-hosts soak
 test-faults: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/matrix.py $(if $(PARTS),--parts $(PARTS)) $(if $(ALL_PHASES),--all-phases)
