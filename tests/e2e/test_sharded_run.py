@@ -34,7 +34,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         found.stop()
 
 
-@pytest.mark.parametrize("victim", ["of a shard", "of the run"])
+@pytest.mark.parametrize(
+    "victim", ["of a shard", pytest.param("of the run", marks=pytest.mark.node)]
+)
 def test_a_run_on_shards_goes_on_when_a_primary_is_killed(
     workspace: Path,
     write_config: Callable[..., Path],
