@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis.crc import key_slot
 
 from fakes.outages import play_while, until_accepted
 from fakes.redis_servers import Cluster
@@ -35,14 +34,9 @@ def run_on(cluster: Cluster, make_run: Callable[..., Run], **changes: Any) -> Ru
     return make_run(cluster.url, **options, buffer__max_outage_s=60, **changes)
 
 
-def owner(cluster: Cluster, tag: str) -> int:
-    """The port of the primary that has the keys with this hash tag."""
-    return cluster.owner(key_slot(tag.encode()), among=cluster.primaries)
-
-
 def shard_owners(cluster: Cluster, run: Run) -> list[int]:
     """The port of the primary of each shard."""
-    return [owner(cluster, tag) for tag in shard_tags(run.run_id, NUM_SHARDS)]
+    return [cluster.owner_of(tag) for tag in shard_tags(run.run_id, NUM_SHARDS)]
 
 
 @pytest.mark.parametrize("cluster", [6], indirect=True)
@@ -61,7 +55,7 @@ async def test_nothing_acknowledged_is_lost_when_a_primary_is_killed(
     cluster.replicate_all()
     owners = shard_owners(cluster, run)
     assert sorted(owners) == sorted(cluster.primaries)
-    of_run = owner(cluster, hash_tag(run.run_id))
+    of_run = cluster.owner_of(hash_tag(run.run_id))
     writer = await BufferWriter.connect(run)
     reader = BufferReader.connect_patiently(run)
     loop = loop_of(writer, reader)
@@ -89,7 +83,7 @@ async def test_a_turn_that_no_replica_of_its_shard_has_is_not_acknowledged(
 ) -> None:
     """The run's primary has a replica, the others have none."""
     run = run_on(cluster, make_run, buffer__min_replicas=1, trainer__groups_per_step=8)
-    of_run = owner(cluster, hash_tag(run.run_id))
+    of_run = cluster.owner_of(hash_tag(run.run_id))
     cluster.replicate(of_run)
     loop = loop_of(await BufferWriter.connect(run), BufferReader.connect(run))
     await loop.start(20)
@@ -118,7 +112,7 @@ async def test_what_a_shard_lost_is_played_again(
     again, each slot once; no part of a group is trained, and none is a dead letter."""
     run = run_on(cluster, make_run, buffer__max_staleness=3, buffer__pipeline_depth=3)
     owners = shard_owners(cluster, run)
-    of_run = owner(cluster, hash_tag(run.run_id))
+    of_run = cluster.owner_of(hash_tag(run.run_id))
     loop = loop_of(await BufferWriter.connect(run), BufferReader.connect_patiently(run))
     await loop.start()
     claims = await loop.play_all()

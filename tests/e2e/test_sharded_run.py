@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from redis.crc import key_slot
 
 from fakes.command_run import (
     assert_each_step_was_made_once,
@@ -51,8 +50,8 @@ def test_a_run_on_shards_goes_on_when_a_primary_is_killed(
     folder = workspace / "runs/tiny"
     with training(workspace) as process:
         run_id = load_run(folder).run_id
-        of_run = owner(cluster, hash_tag(run_id))
-        of_shards = [owner(cluster, tag) for tag in shard_tags(run_id, NUM_SHARDS)]
+        of_run = cluster.owner_of(hash_tag(run_id))
+        of_shards = [cluster.owner_of(tag) for tag in shard_tags(run_id, NUM_SHARDS)]
         assert sorted(of_shards) == sorted(cluster.primaries)
         allow(2)
         while not all(cluster.ask(port, "KEYS", "*:bytes:*") for port in of_shards):
@@ -66,8 +65,3 @@ def test_a_run_on_shards_goes_on_when_a_primary_is_killed(
     assert "part_restarted" not in output
     assert_each_step_was_made_once(NUM_STEPS, folder)
     assert_nothing_is_left(workspace)
-
-
-def owner(cluster: Cluster, tag: str) -> int:
-    """The port of the primary that has the keys with this hash tag."""
-    return cluster.owner(key_slot(tag.encode()), among=cluster.primaries)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from redis.crc import key_slot
 
 from fakes.ports import free_ports
 from outloop.buffer.redis.embedded import find_server
@@ -123,6 +124,10 @@ class Cluster(RedisServers):
                 if first <= slot <= last:
                     return int(primary[1])
         raise AssertionError(f"slot {slot} has no primary")
+
+    def owner_of(self, tag: str) -> int:
+        """The port of the primary that has the keys with this hash tag."""
+        return self.owner(key_slot(tag.encode()), among=self.primaries)
 
     def wait_for_owner(self, owner: int, slot: int) -> None:
         """Until every primary of the beginning says that `owner` has the slot."""
