@@ -6,13 +6,12 @@ Invariant: everything started here is ended here, by its id.
 
 from __future__ import annotations
 
-import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import redis
-from router_stage import MOCK, Program, free_port, start
+from router_stage import MOCK, Program, start
 
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import ServerEntry
@@ -21,17 +20,11 @@ from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import build_settings
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fakes.ports import free_ports
+
 NUM_PROCESSES = 2
 """That the fake servers share."""
-
-
-def _free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on, each another."""
-    with ExitStack() as held:
-        listeners = [held.enter_context(socket.socket()) for _ in range(number)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [int(listener.getsockname()[1]) for listener in listeners]
 
 
 class FleetStage:
@@ -74,7 +67,7 @@ class FleetStage:
             self._reader = BufferReader.connect(self.run)
             started.callback(self._reader.close)
             self._reader.announce_version(0, None)
-            self._ports = _free_ports(num_servers)
+            port, *self._ports = free_ports(1 + num_servers)
             for first in range(min(NUM_PROCESSES, num_servers)):
                 ports = self._ports[first::NUM_PROCESSES]
                 words = [",".join(map(str, ports)), latency_s]
@@ -87,7 +80,6 @@ class FleetStage:
             for name in ("servers", "server_versions"):
                 self._keys += self._client.scan_iter(f"*:{name}")
             self._reader.acknowledge_version(0)
-            port = free_port()
             command = [sys.executable, "-m", "outloop.cli", "router", "--run", self.run.dir]
             self.router: Program = start([*command, "--port", port], port, folder / "router.log")
             started.callback(self.router.stop)

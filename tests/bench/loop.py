@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,9 @@ import uvicorn
 from figures import OUT, say, tell
 
 from outloop.envs.rollout.clients import Clients
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fakes.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN_PARTS = {"router", "redis", "runner", "launcher"}
@@ -85,9 +87,7 @@ def serve_trivially(port: int) -> None:
 
 def agent_cpu_per_turn() -> float:
     """CPU seconds that the agent and its openai client take per turn, against no work at all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     server = subprocess.Popen([sys.executable, __file__, "--serve-trivially", str(port)])
     try:
         return asyncio.run(_measure_agent(f"http://127.0.0.1:{port}/v1"))

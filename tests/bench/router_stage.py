@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -30,6 +29,9 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fakes.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH_BIN = ROOT / ".venv-bench" / "bin"
@@ -68,13 +70,6 @@ def make_model(folder: Path) -> None:
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in MARKERS])
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @dataclass
@@ -122,9 +117,6 @@ def start(command: list[Any], port: int, log: Path, health: str = "/health") -> 
     while time.monotonic() < deadline and process.poll() is None:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}{health}", timeout=2):
-                return Program(process, port)
-        except urllib.error.HTTPError as error:
-            if error.code < 500:
                 return Program(process, port)
         except OSError:
             pass
@@ -174,7 +166,7 @@ class Stage:
 
     def start_router(self) -> Program:
         """One more router process of the run."""
-        port = free_port()
+        (port,) = free_ports(1)
         command = [sys.executable, "-m", "outloop.cli", "router", "--run", self.run.dir]
         return start([*command, "--port", port], port, self.folder / f"router-{port}.log")
 
@@ -210,11 +202,11 @@ class Stage:
         return run
 
     def _python(self, kind: str, *words: Any) -> Program:
-        port = free_port()
+        (port,) = free_ports(1)
         return start([sys.executable, MOCK, kind, port, *words], port, self.folder / f"{kind}.log")
 
     def _sglang_router(self) -> Program:
-        port, metrics = free_port(), free_port()
+        port, metrics = free_ports(2)
         command = [BENCH_BIN / "python", "-m", "sglang_router.launch_router"]
         command += ["--host", "127.0.0.1", "--port", port, "--policy", "round_robin"]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", metrics]
@@ -222,7 +214,7 @@ class Stage:
         return start(command, port, self.folder / "sglang-router.log", "/readiness")
 
     def _litellm(self) -> Program:
-        port = free_port()
+        (port,) = free_ports(1)
         config = self.folder / "litellm.yaml"
         key = f"sk-{secrets.token_hex(24)}"
         config.write_text(

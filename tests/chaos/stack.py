@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,9 @@ from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.keys import prefix
 from outloop.buffer.run import Run, load_run
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fakes.ports import free_ports
 
 PHASES = ("generating", "taking", "training", "publishing", "checkpointing", "evaluating")
 PARTS = ("redis", "launcher", "router", "server", "trainer", "runner", "archiver", "sandbox")
@@ -98,7 +100,7 @@ class Stack:
         self.ended: list[str] = []
         """What the launcher said when it ended by itself."""
         (folder / "model").symlink_to(model)
-        self._redis_address = self._address_of("redis"), free_port()
+        self._redis_address = self._address_of("redis"), free_ports(1)[0]
         write_config(folder, self._redis_address, self.hosts, changes)
         places = {
             name: (host.command([]), host.address)
@@ -408,10 +410,3 @@ def _settings_text(tree: Mapping[str, Mapping[str, Any]]) -> str:
     for section, values in tree.items():
         lines += [f"[{section}]", *(f"{name} = {json.dumps(v)}" for name, v in values.items())]
     return "\n".join(lines) + "\n"
-
-
-def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

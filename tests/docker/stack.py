@@ -9,12 +9,14 @@ or trained twice, a runner that reaches Redis or a key that is not its own, a pr
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from fakes.ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = f"outloop-test-{os.getpid()}"
@@ -26,15 +28,10 @@ STEP_TIMEOUT_S = 900
 POLL_S = 2.0
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 ENVIRONMENT = {
     **os.environ,
     "OUTLOOP_PROJECT": str(ROOT / "tests/docker/project"),
-    "OUTLOOP_PORT": str(free_port()),
+    "OUTLOOP_PORT": str(free_ports(1)[0]),
 }
 
 

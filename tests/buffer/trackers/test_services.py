@@ -5,7 +5,6 @@ Run by `make test-trackers`; OUTLOOP_TRACKERS_PYTHON is the interpreter that has
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.request
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from fakes.ports import free_ports
 from outloop.buffer.telemetry import MetricsWriter, read_metrics
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
@@ -100,9 +100,7 @@ print(json.dumps({"rows": rows, "config": config, "tables": tables}))
 @pytest.fixture
 def mlflow_server(tmp_path: Path) -> Iterator[str]:
     """A real tracking server on loopback."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     command = [
         os.environ["OUTLOOP_TRACKERS_PYTHON"], "-m", "mlflow", "server", "--workers", "1",

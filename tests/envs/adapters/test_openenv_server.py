@@ -1,7 +1,6 @@
 """The adapter against the server of the real openenv-core, in an environment of its own."""
 
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fakes.ports import free_ports
 
 PlayWith = Callable[..., Any]
 pytestmark = pytest.mark.clients
@@ -29,9 +30,7 @@ NUM_SESSIONS = 2
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A started server's base URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = [os.environ["OUTLOOP_OPENENV_PYTHON"], str(SERVER), str(port), str(NUM_SESSIONS)]
     log = tmp_path_factory.mktemp("openenv") / "log"
     with log.open("wb") as sink:
