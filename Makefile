@@ -142,9 +142,9 @@ test-checkout: $(STAMP) bwrap
 test-slow: $(STAMP) bwrap test-browser
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and slow" -o timeout=600
 
-# A node's worth of processes, devices shared and not (the latter in test-slow too), each part killed once; and two
-# real SGLang servers of two ranks each, which take some minutes to start on two cores. And a run on a Redis Cluster
-# of nine nodes, of which one is killed (the primary of a shard in test-slow too).
+# A node's worth of processes, devices shared and not, each part killed once; and two real SGLang servers of two ranks
+# each, which take some minutes to start on two cores. And a run on a Redis Cluster of nine nodes, of which one is
+# killed (the primary of a shard in test-slow too).
 .PHONY: test-node
 test-node: venv-sglang
 	$(ONE_THREAD) $(BIN)/python -m pytest tests/e2e/test_node.py tests/e2e/test_sharded_run.py -m "not sglang" -o timeout=600

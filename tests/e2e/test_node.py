@@ -203,10 +203,8 @@ def start(workspace: Path) -> Iterator[Callable[..., Node]]:
         node.process.wait()
 
 
-@pytest.mark.parametrize(
-    "is_colocated",
-    [pytest.param(True, id="colocated", marks=pytest.mark.node), pytest.param(False, id="apart")],
-)
+@pytest.mark.node
+@pytest.mark.parametrize("is_colocated", [True, False], ids=["colocated", "apart"])
 def test_a_node_learns_whoever_is_killed(is_colocated: bool, start: Callable[..., Node]) -> None:
     """Every step is made once, by weights that every server was given, and rewards rise."""
     node = start("colocated" if is_colocated else "apart", *(COLOCATED if is_colocated else ()))
