@@ -7,7 +7,7 @@ router, or a 5xx from it, is `infrastructure`. The buffer decides what follows f
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,12 +22,15 @@ _NUM_FIRST_EPISODES = 20
 _NUM_LAST_EPISODES = 200
 _MIN_EPISODES = 32
 """Before the share of failures may stop a run."""
+_NUM_RECENT_EPISODES = 32
+"""If at least half of them failed, a warning comes."""
 _MIN_FAILURES = 4
-"""Failures before the first warning, if they are at least half of all episodes; the next warning
-comes when there are four times as many."""
+"""Failures before the first warning; the next one comes when there are four times as many."""
 _MAX_CHAIN = 8
 _Signature = tuple[str, str, str]
 """Failure kind, type of the exception, place."""
+_Failure = tuple[EpisodeResult, str]
+"""How an episode ended, and its id."""
 
 
 def kind_of(error: BaseException, base_url: str) -> FailureKind:
@@ -62,8 +65,8 @@ class FailureLog:
         self._has_warned_of_reward = False
         self._run_folder = run_folder
         self._counts: Counter[_Signature] = Counter()
-        self._examples: dict[_Signature, tuple[EpisodeResult, str]] = {}
-        self._last: deque[EpisodeResult | None] = deque(maxlen=_NUM_LAST_EPISODES)
+        self._last: deque[_Failure | None] = deque(maxlen=_NUM_LAST_EPISODES)
+        """None for each that did not fail."""
         self._playing: dict[str, int] = {}
         """How many episodes had ended when one started, by its id."""
         self._num_closed = 0
@@ -105,10 +108,9 @@ class FailureLog:
         self._playing.pop(episode_id, None)
         self._num_closed += 1
         self._num_failed += 1
-        self._last.append(ending)
-        signature = (ending.failure_kind or "", ending.error_type, ending.place)
+        self._last.append((ending, episode_id))
+        signature = _signature_of(ending)
         self._counts[signature] += 1
-        self._examples[signature] = ending, episode_id
         if self._counts[signature] == 1:
             _log.warning(
                 "episode_failed",
@@ -120,16 +122,22 @@ class FailureLog:
             )
         self._refuse_broken_environment(ending, self._counts[signature])
         self._refuse_equal_failures()
-        if self._num_failed < self._warn_at or 2 * self._num_failed < self._num_closed:
+        recent = list(self._last)[-_NUM_RECENT_EPISODES:]
+        failed = [one for one in recent if one is not None]
+        if self._num_failed < self._warn_at or 2 * len(failed) < len(recent):
             return ""
         self._warn_at = 4 * self._num_failed
-        sentence = f"{self._num_failed} of the first {self._num_closed} episodes failed"
-        return f"{sentence}. {self._commonest()}"
+        which = "first" if len(recent) == self._num_closed else "last"
+        sentence = f"{len(failed)} of the {which} {len(recent)} episodes failed"
+        return f"{sentence}. {self._commonest(failed)}"
 
-    def _commonest(self) -> str:
-        """What failed most often, an example, and how to look at the others."""
-        signature, count = self._counts.most_common(1)[0]
-        ending, episode_id = self._examples[signature]
+    def _commonest(self, failed: Sequence[_Failure]) -> str:
+        """What failed most often, the last example, and how to look at the others."""
+        counts = Counter(_signature_of(ending) for ending, _ in failed)
+        signature, count = counts.most_common(1)[0]
+        ending, episode_id = next(
+            one for one in reversed(failed) if _signature_of(one[0]) == signature
+        )
         return (
             f"Most often ({count} times): {' '.join(ending.error.split())}, for example episode "
             f"{episode_id}. `outloop episodes --run {self._run_folder} --failed` shows them"
@@ -146,19 +154,19 @@ class FailureLog:
             )
 
     def _refuse_equal_failures(self) -> None:
-        failed = [ending for ending in self._last if ending and ending.failure_kind == "agent"]
+        failed = [one for one in self._last if one and one[0].failure_kind == "agent"]
         num_last = len(self._last)
         first_ended = self._num_closed - num_last
         num_longer = sum(num_ended <= first_ended for num_ended in self._playing.values())
         most = self._max_failed_share * (num_last + num_longer)
         if num_last < _MIN_EPISODES or len(failed) <= most:
             return
-        if len({ending.reward.value for ending in failed if ending.reward is not None}) > 1:
+        if len({ending.reward.value for ending, _ in failed if ending.reward is not None}) > 1:
             return
         raise SettingsError(
             f"{len(failed)} of the last {num_last} episodes failed and all of them got the same "
-            f"reward, so nothing can be learned. {self._commonest()}. Correct the agent, or raise "
-            f"env.max_failed_share={self._max_failed_share:g} (1: never stop)"
+            f"reward, so nothing can be learned. {self._commonest(failed)}. Correct the agent, or "
+            f"raise env.max_failed_share={self._max_failed_share:g} (1: never stop)"
         )
 
     def counts(self) -> dict[str, int]:
@@ -180,6 +188,10 @@ class FailureLog:
                 num_failed=count,
                 num_closed=self._num_closed,
             )
+
+
+def _signature_of(ending: EpisodeResult) -> _Signature:
+    return ending.failure_kind or "", ending.error_type, ending.place
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
