@@ -93,13 +93,15 @@ def _slowed(victims: Sequence[psutil.Process]) -> Iterator[None]:
 @contextmanager
 def _limited(victims, which, limit_of) -> Iterator[None]:  # type: ignore[no-untyped-def]
     before = {}
+    # A runner's child may be a sandbox by now: another user's, whose limits cannot be changed.
+    beyond_reach = (psutil.NoSuchProcess, psutil.AccessDenied)
     for process in victims:
-        with suppress(psutil.NoSuchProcess):
+        with suppress(*beyond_reach):
             before[process] = process.rlimit(which)
             process.rlimit(which, (limit_of(process), before[process][1]))
     try:
         yield
     finally:
         for process, limits in before.items():
-            with suppress(psutil.NoSuchProcess):
+            with suppress(*beyond_reach):
                 process.rlimit(which, limits)

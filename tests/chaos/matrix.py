@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -33,12 +34,12 @@ from outloop.buffer.events import read_events
 
 HOLD_S = 8.0
 LOOK_S = 0.1
-USUAL = ("short_episodes", "no_signal")
-"""Warnings of a policy that is not worth training."""
+USUAL = ("short_episodes", "no_signal", "alarm", "alarm_over")
+"""Warnings of a policy that is not worth training, and of many steps, among them those before."""
 NOTICE_S = 2.0
 SHOWN = ("warning from ", "Redis cannot write")
 """How lines of the terminal begin that name a trouble."""
-USUAL_SHOWN = ("trained episodes are shorter", "all rewards were equal")
+USUAL_SHOWN = ("trained episodes are shorter", "all rewards were equal", "warning from monitor")
 START_S = 240.0
 PHASE_S = 25.0
 """For how long a phase is waited for; without it the fault comes in another one."""
@@ -234,8 +235,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default=",".join((*PARTS, "rank")))
     parser.add_argument("--faults", default=",".join((*FAULTS, *ON_HOSTS)))
-    parser.add_argument("--phases", default=",".join(PHASES))
     parser.add_argument("--all-phases", action="store_true")
+    parser.add_argument("--only", default="", help="a pattern of names: part/fault/phase")
     parser.add_argument("--bound-s", type=float, default=30.0)
     parser.add_argument("--no-hosts", action="store_true")
     parser.add_argument("--patience-s", type=float, default=START_S, help="of starts and returns")
@@ -261,7 +262,7 @@ def main() -> int:
                     has_hosts=not reason,
                     all_phases=words.all_phases,
                 )
-                if kind != "killed" or phase in words.phases.split(",")
+                if re.search(words.only, f"{part}/{kind}/{phase}")
             ]
             while cells:
                 num_failed += play_cells(part, cells, Path(model), not reason, words)
