@@ -23,9 +23,10 @@ _NUM_LAST_EPISODES = 200
 _MIN_EPISODES = 32
 """Before the share of failures may stop a run."""
 _NUM_RECENT_EPISODES = 32
-"""If at least half of them failed, a warning comes."""
+"""If at least half of them failed, a warning comes; below an eighth all is well again."""
 _MIN_FAILURES = 4
-"""Failures before the first warning; the next one comes when there are four times as many."""
+"""Before the first warning; the next one comes when there are four times as many, or this many more
+since all was well."""
 _MAX_CHAIN = 8
 _Signature = tuple[str, str, str]
 """Failure kind, type of the exception, place."""
@@ -124,6 +125,8 @@ class FailureLog:
         self._refuse_equal_failures()
         recent = list(self._last)[-_NUM_RECENT_EPISODES:]
         failed = [one for one in recent if one is not None]
+        if 8 * len(failed) < len(recent):
+            self._warn_at = self._num_failed + _MIN_FAILURES
         if self._num_failed < self._warn_at or 2 * len(failed) < len(recent):
             return ""
         self._warn_at = 4 * self._num_failed

@@ -91,7 +91,8 @@ class Signs:
                     lines = file.read().decode(errors="replace").splitlines()
                 for line in lines:
                     if line.startswith(SHOWN) and not any(words in line for words in USUAL_SHOWN):
-                        return f"terminal: {line.replace(f'{self._stack.run_dir}/', '')}"
+                        sentence, _, _ = line.partition(". ")
+                        return f"terminal: {sentence.replace(f'{self._stack.run_dir}/', '')}"
                     with suppress(json.JSONDecodeError):
                         row = json.loads(line)
                         if not isinstance(row, dict) or row.get("event") in USUAL:

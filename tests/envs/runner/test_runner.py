@@ -445,7 +445,8 @@ async def test_failures_are_reported_at_once(router: Any, play_with: PlayWith) -
 
 
 def test_episodes_that_fail_after_a_thousand_that_did_not_are_reported() -> None:
-    """Of the last ones alone, with what they failed of, and not again for each that follows."""
+    """Of the last ones alone, with what they failed of, and not again for each that follows; again
+    when they fail another time."""
     log = FailureLog(max_failed_share=0.98, run_folder="runs/x")
     played = EpisodeResult(outcome="completed", reward=Reward(value=1.0))
     timeout = EpisodeResult(
@@ -454,18 +455,17 @@ def test_episodes_that_fail_after_a_thousand_that_did_not_are_reported() -> None
     broken = EpisodeResult(
         outcome="failed", failure_kind="environment", error="OSError: No space left on device"
     )
-    said = []
-    for number in range(1000):
-        if number % 20 == 0:
-            said.append(log.failure(timeout, f"late-{number}"))
-        else:
-            said.append(log.success(played, f"ep-{number}"))
-    assert not any(said)
-    said = [log.failure(broken, f"broken-{number}") for number in range(60)]
-    (sentence,) = filter(None, said)
-    assert said.index(sentence) < 16
-    assert "16 of the last 32 episodes failed" in sentence
-    assert "OSError: No space left on device, for example episode broken-" in sentence
+    for _ in range(2):
+        for number in range(1000):
+            if number % 20 == 0:
+                assert not log.failure(timeout, f"late-{number}")
+            else:
+                assert not log.success(played, f"ep-{number}")
+        said = [log.failure(broken, f"broken-{number}") for number in range(60)]
+        (sentence,) = filter(None, said)
+        assert said.index(sentence) < 16
+        assert "16 of the last 32 episodes failed" in sentence
+        assert "OSError: No space left on device, for example episode broken-" in sentence
 
 
 async def test_a_run_in_which_failing_pays_is_warned_of(router: Any, play_with: PlayWith) -> None:
