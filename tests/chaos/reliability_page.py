@@ -149,7 +149,7 @@ def _back(cell: Mapping[str, Any] | None) -> str:
 
 def _over_all(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """First sign, steps meanwhile, lost, audit, load and date of one fault in several phases."""
-    signs = sorted((cell["noticed_s"], cell["sign"][:70]) for cell in cells if cell.get("sign"))
+    signs = sorted((cell["noticed_s"], cell["sign"][:80]) for cell in cells if cell.get("sign"))
     steps = [cell["steps_meanwhile"] for cell in cells if "steps_meanwhile" in cell]
     most: dict[str, int] = {}
     for cell in cells:
@@ -160,9 +160,8 @@ def _over_all(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     if num_ended:
         lost.append(f"the run ended and was started again ({num_ended} of {len(cells)})")
     latest = [f"{signs[-1][0]} s: {signs[-1][1]}"] if signs else []
-    unknown = sum("sign" not in cell for cell in cells)
-    without = (("nothing", len(cells) - len(signs) - unknown), ("not known", unknown))
-    none = [f"{word} ({number} of {len(cells)})" for word, number in without if number]
+    num_without = sum(cell.get("sign") == "" for cell in cells)
+    none = [f"nothing ({num_without} of {len(cells)})"] if num_without else []
     audits = {cell.get("audit", "not noted")[:120] for cell in cells}
     loads = _range([cell["load"] for cell in cells])
     return [
