@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
 import structlog
 
-from outloop.buffer.room import append_whole
+from outloop.buffer import json_lines
 
 _log = structlog.get_logger()
 
@@ -34,15 +33,12 @@ def record_event(run_dir: Path, kind: EventKind, **fields: str | int | float) ->
     dropped."""
     row = {"time": time.time(), "kind": kind, **fields}
     try:
-        with FileIO(run_dir / "events.jsonl", "a") as file:
-            append_whole(file, (json.dumps(row) + "\n").encode())
+        with json_lines.open_for_appending(run_dir / "events.jsonl") as file:
+            json_lines.append_line(file, json.dumps(row).encode())
     except OSError as error:
         _log.warning("event_dropped", kind=kind, error=str(error))
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """Every complete event; none if the run recorded none."""
-    path = run_dir / "events.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line]
+    return json_lines.read_rows(run_dir / "events.jsonl")

@@ -1,17 +1,14 @@
-"""Files of a run's folder on a disk that may be full.
+"""Waiting for room for the files of a run's folder, on a disk that may be full.
 
-Owns: appending a line whole or not at all, and waiting for room. Does not own: what is written. A
-wait ends with the write, or with `DiskFull`.
+Does not own: what is written. A wait ends with the write, or with `DiskFull`.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import time
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,22 +20,6 @@ T = TypeVar("T")
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _AGAIN_S = 0.5
 _log = structlog.get_logger()
-
-
-def append_whole(file: FileIO, data: bytes) -> None:
-    """Append to an unbuffered file that is open for that; of `data` nothing is left there if it
-    does not fit.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    size = os.fstat(file.fileno()).st_size
-    try:
-        if file.write(data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError:
-        file.truncate(size)
-        raise
 
 
 def wait_for_room(

@@ -14,14 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO, cast
 
 import structlog
 
-from outloop.buffer.room import append_whole, wait_for_room
+from outloop.buffer import json_lines
+from outloop.buffer.room import wait_for_room
 
 _DROP_REASONS = ("stale", "no_signal", "filtered", "failed", "overlong", "malformed", "lost")
 """records.DropReason, without loading numpy."""
@@ -275,7 +275,7 @@ class MetricsWriter:
         """`max_full_s`: how long a row waits for room; `on_full`: gets a sentence when it does."""
         self._path = run_dir / "metrics.jsonl"
         self._max_full_s, self._on_full = max_full_s, on_full
-        self._file = FileIO(self._path, "a")
+        self._file = json_lines.open_for_appending(self._path)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` for `step`.
@@ -290,9 +290,9 @@ class MetricsWriter:
             raise KeyError(f"undeclared metrics {undeclared}; declare them in buffer/telemetry.py")
         row: dict[str, float | int | None] = {"step": step, "time": time.time()}
         row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
-        line = (json.dumps(row) + "\n").encode()
+        line = json.dumps(row).encode()
         wait_for_room(
-            lambda: append_whole(self._file, line),
+            lambda: json_lines.append_line(self._file, line),
             self._path,
             max_s=self._max_full_s,
             on_full=self._on_full,
@@ -315,12 +315,8 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Every complete row of the run's `metrics.jsonl`; a torn last line is left out."""
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    """Every complete row of the run's `metrics.jsonl`."""
+    return json_lines.read_rows(run_dir / "metrics.jsonl")
 
 
 class LossyStream:

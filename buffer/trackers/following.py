@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from outloop.buffer import json_lines
 from outloop.buffer.trackers.tracker import SeenEpisode, SeenTurn
 from outloop.buffer.trajectories.folder import FOLDER, part_paths, read_manifest
 
@@ -81,7 +82,9 @@ class Following:
                 if not line.endswith(b"\n") or len(found) == _MAX_ROWS:
                     break
                 self.place.offset += len(line)
-                row: dict[str, Any] = json.loads(line)
+                row = json_lines.parse_line(line)
+                if row is None:
+                    continue
                 step, time = int(row.pop("step")), float(row.pop("time"))
                 values = {name: float(value) for name, value in row.items() if value is not None}
                 found.append(MetricRow(step=step, time=time, values=values))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from outloop.buffer import json_lines
 from outloop.buffer.trajectories.folder import FOLDER
 
 STEPS = "steps.jsonl"
@@ -50,15 +51,15 @@ def write_step(run_dir: Path, record: StepRecord) -> None:
     """
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / STEPS).open("ab") as file:
-        file.write(msgspec.json.encode(record) + b"\n")
+    with json_lines.open_for_appending(folder / STEPS) as file:
+        json_lines.append_line(file, msgspec.json.encode(record))
 
 
 def read_steps(run_dir: Path) -> dict[int, StepRecord]:
-    """Step -> its record, of the lineage that survived; a torn last line is left out."""
+    """Step -> its record, of the lineage that survived; a line without its end is left out."""
     path = run_dir / FOLDER / STEPS
     found: dict[int, StepRecord] = {}
-    for line in path.read_bytes().split(b"\n")[:-1] if path.exists() else ():
+    for line, _ in json_lines.whole_lines(path.read_bytes()) if path.exists() else ():
         record = msgspec.json.decode(line, type=StepRecord)
         # A resume from an older checkpoint gives up what came after it.
         found = {step: one for step, one in found.items() if step < record.step}

@@ -5,7 +5,6 @@ On anything but a terminal it prints one line a step.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -16,6 +15,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from outloop.buffer.json_lines import whole_lines
 
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "train/reward_mean", ".3f"),
@@ -48,7 +49,7 @@ class _Tail:
             data = file.read()
         end = data.rfind(b"\n") + 1
         self._offset += end
-        return [json.loads(line) for line in data[:end].splitlines()]
+        return [row for _, row in whole_lines(data[:end])]
 
 
 class RunProgress:

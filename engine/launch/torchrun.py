@@ -6,14 +6,19 @@ returns or raises, no rank that it started is left. For several machines see doc
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+import time
+import traceback
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from outloop.buffer.errors import (
     RANK_KILLED_EXIT_CODE,
@@ -24,6 +29,7 @@ from outloop.buffer.errors import (
 )
 from outloop.engine.parent_death import die_with_parent
 
+_log = structlog.get_logger()
 _STOP_TIMEOUT_S = 55
 """Within the launcher's own deadline for the trainer."""
 
@@ -78,11 +84,22 @@ def as_rank() -> Iterator[None]:
 
 
 def leave_error(error: Exception) -> None:
-    """Have torchrun read it when this process has ended; nothing without torchrun."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    """Have torchrun read it when this process has ended; nothing without torchrun.
 
-        get_error_handler().record_exception(error)
+    The file is there whole or not at all: torch's own handler leaves a part where the disk is full
+    or the process is killed, which torchrun ends at, and with it what the other ranks said.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    about = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
+    told = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": about}}
+    written = Path(f"{path}.written")
+    try:
+        written.write_text(json.dumps(told))
+        written.rename(path)
+    except OSError as failure:
+        _log.warning("error_not_left", error=str(error), reason=str(failure))
 
 
 def cause_of_failure(failures: Sequence[tuple[int, Any]]) -> Exception:
@@ -98,6 +115,8 @@ def cause_of_failure(failures: Sequence[tuple[int, Any]]) -> Exception:
     message = first.message
     if isinstance(message, dict):
         message = message["message"]
+    elif first.exitcode > 0:
+        message = "it could not say why; its log may"
     kind, _, sentence = str(message).partition(": ")
     if first.exitcode == SETTINGS_EXIT_CODE:
         return SettingsError(sentence or kind)
