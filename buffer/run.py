@@ -144,7 +144,7 @@ def keep_keys(path: Path) -> RunKeys:
         admin_key=_admin_key(),
         episode_secret=secrets.token_urlsafe(32),
     )
-    _write_private(path, _keys_text(keys), os.O_EXCL)
+    _create_private(path, _keys_text(keys))
     return keys
 
 
@@ -157,10 +157,8 @@ def new_admin_key(run: Run) -> str:
     """
     path = _keys_path(run.settings, run.dir)
     key = _admin_key()
-    writing = path.with_name(f".{path.name}.writing")
     try:
-        _write_private(writing, _keys_text(replace(run.keys, admin_key=key)))
-        os.replace(writing, path)
+        _write_private(path, _keys_text(replace(run.keys, admin_key=key)))
     except OSError as error:
         raise SettingsError(
             f"the run's keys in {str(path)!r} cannot be written ({error}); where they are mounted, "
@@ -177,9 +175,22 @@ def _keys_text(keys: RunKeys) -> str:
     return json.dumps({name: getattr(keys, name) for name in RunKeys.__slots__})
 
 
-def _write_private(path: Path, text: str, flags: int = os.O_TRUNC) -> None:
-    """Write a file that only its owner may read."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o600)
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner may read; what was there stays until it is whole."""
+    writing = path.with_name(f".{path.name}.writing")
+    # What a process left that was killed.
+    writing.unlink(missing_ok=True)
+    _create_private(writing, text)
+    writing.replace(path)
+
+
+def _create_private(path: Path, text: str) -> None:
+    """Write a file that only its owner may read.
+
+    Raises:
+        FileExistsError: it is there.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(text)

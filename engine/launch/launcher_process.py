@@ -17,7 +17,9 @@ def named_launcher(run_dir: Path) -> Iterator[None]:
     """While it lasts, the run's folder names this process as the one that leads its parts."""
     path = run_dir / LAUNCHER_FILE
     process = psutil.Process()
-    path.write_text(json.dumps({"pid": process.pid, "created": process.create_time()}))
+    writing = path.with_suffix(".writing")
+    writing.write_text(json.dumps({"pid": process.pid, "created": process.create_time()}))
+    writing.replace(path)
     try:
         yield
     finally:

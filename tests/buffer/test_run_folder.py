@@ -1,10 +1,12 @@
 """The folder of a run: who may read it, and what is never written into it."""
 
 import json
+import resource
 import stat
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.run import create_run, load_run, load_run_settings
@@ -27,6 +29,22 @@ def test_a_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
     for path in folder.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     assert (folder / ".gitignore").read_text() == "*\n"
+
+
+def test_a_start_on_a_full_disk_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """With room again it is the same run."""
+    folder = tmp_path / "a"
+    before = create_run(settings_with(tmp_path), folder, "redis://h:1/0")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with capture_logs():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                create_run(settings_with(tmp_path, group_size=4), folder, "redis://h:1/0")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert load_run(folder).settings == before.settings
+    assert create_run(settings_with(tmp_path), folder, "redis://h:1/0").run_id == before.run_id
 
 
 def test_a_folder_of_an_earlier_release_is_closed(tmp_path: Path) -> None:
