@@ -177,11 +177,13 @@ def _keys_text(keys: RunKeys) -> str:
 
 def _write_private(path: Path, text: str) -> None:
     """Write a file that only its owner may read; what was there stays until it is whole."""
-    writing = path.with_name(f".{path.name}.writing")
-    # What a process left that was killed.
-    writing.unlink(missing_ok=True)
-    _create_private(writing, text)
-    writing.replace(path)
+    writing = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        _create_private(writing, text)
+        writing.replace(path)
+    except OSError:
+        writing.unlink(missing_ok=True)
+        raise
 
 
 def _create_private(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from fakes.full_disk import longest_file
 from outloop.buffer.errors import BufferUnavailable, Conflict, NotFound, SettingsError
 from outloop.buffer.records import Reward
 from outloop.buffer.redis.client import connect_sync
@@ -238,7 +239,11 @@ def test_keys_that_cannot_be_written_are_not_replaced(
     path = tmp_path / "mounted/keys.json"
     path.parent.mkdir()
     make_run(redis.url, run__name="t", run__dir=str(tmp_path), run__keys_file=str(path))
-    (path.parent / ".keys.json.writing").mkdir()
+    before = path.read_text()
     words = ["keys", "replace-admin", "--run", str(tmp_path / "t")]
-    with pytest.raises(SettingsError, match="replace admin_key in what is mounted"):
+    with (
+        longest_file(0),
+        pytest.raises(SettingsError, match="replace admin_key in what is mounted"),
+    ):
         CliRunner().invoke(cli, words, catch_exceptions=False)
+    assert path.read_text() == before

@@ -2,39 +2,19 @@
 
 import errno
 import json
-import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
+from fakes.full_disk import longest_file
 from outloop.buffer.errors import DiskFull
 from outloop.buffer.events import read_events, record_event
 from outloop.buffer.issued_version import IssuedVersion
 from outloop.buffer.room import wait_for_room
 from outloop.buffer.telemetry import MetricsWriter, read_metrics
-
-
-@contextmanager
-def longest_file(num_bytes: int) -> Iterator[Callable[[], None]]:
-    """No file of this process grows beyond it, until the end or what is yielded is called."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def lift() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    # What is logged meanwhile would go to a file that pytest has open.
-    with capture_logs():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-        try:
-            yield lift
-        finally:
-            lift()
 
 
 def test_a_row_waits_for_room_and_is_written_once(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """The folder of a run: who may read it, and what is never written into it."""
 
 import json
-import resource
 import stat
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 
+from fakes.full_disk import longest_file
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.run import create_run, load_run, load_run_settings
 from outloop.buffer.settings import build_settings, digest_of, load_settings
@@ -35,14 +34,10 @@ def test_a_start_on_a_full_disk_leaves_the_run_as_it_was(tmp_path: Path) -> None
     """With room again it is the same run."""
     folder = tmp_path / "a"
     before = create_run(settings_with(tmp_path), folder, "redis://h:1/0")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with capture_logs():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4, limits[1]))
-        try:
-            with pytest.raises(OSError, match="File too large"):
-                create_run(settings_with(tmp_path, group_size=4), folder, "redis://h:1/0")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    names = set(folder.iterdir())
+    with longest_file(4), pytest.raises(OSError, match="File too large"):
+        create_run(settings_with(tmp_path, group_size=4), folder, "redis://h:1/0")
+    assert set(folder.iterdir()) == names
     assert load_run(folder).settings == before.settings
     assert create_run(settings_with(tmp_path), folder, "redis://h:1/0").run_id == before.run_id
 

@@ -1,12 +1,11 @@
 """What a rank of torchrun's leaves of its error, read as torchrun reads it."""
 
-import resource
 from pathlib import Path
 
 import pytest
-from structlog.testing import capture_logs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from fakes.full_disk import longest_file
 from outloop.buffer.errors import SettingsError
 from outloop.engine.launch.torchrun import as_rank, cause_of_failure, leave_error
 
@@ -35,13 +34,8 @@ def test_torchrun_reads_the_sentence(error_file: Path) -> None:
 
 def test_a_rank_whose_disk_is_full_hides_no_sentence(error_file: Path) -> None:
     """It leaves no part of a file, at which torchrun would end: the other's sentence is shown."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with capture_logs():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-        try:
-            leave_error(OSError("No space left on device"))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with longest_file(0):
+        leave_error(OSError("No space left on device"))
     assert not error_file.exists()
     mute = failure_of(error_file, 1)
     assert "it could not say why" in str(cause_of_failure([(1, mute)]))
