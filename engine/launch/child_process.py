@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from outloop.engine.launch.last_sentence import LastSentence
 from outloop.engine.parent_death import die_with_parent
 
 
@@ -25,16 +26,21 @@ class PartProcess:
         self.name = name
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+        self._sentence = LastSentence()
+        try:
+            with log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    list(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment, **self._sentence.environment},
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                    pass_fds=(self._sentence.descriptor,),
+                )
+        finally:
+            self._sentence.close_part_side()
 
     @property
     def pid(self) -> int:
@@ -61,10 +67,14 @@ class PartProcess:
             self._process.wait()
 
     def last_words(self, num_lines: int = 12) -> str:
-        """The end of its log, for an error message."""
-        if not self.log_path.exists():
-            return ""
-        lines = self.log_path.read_text(errors="replace").splitlines()
+        """The end of its log, for an error message; its last sentence even where the log has no
+        room for it."""
+        lines = []
+        if self.log_path.exists():
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        said = self._sentence.read().splitlines()
+        if lines[len(lines) - len(said) :] != said:
+            lines += said
         return "\n".join(lines[-num_lines:])
 
 

@@ -13,10 +13,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from outloop.buffer.errors import SettingsError
+from fakes.full_disk import longest_file
+from outloop.buffer.errors import SETTINGS_EXIT_CODE, SettingsError
 from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import METRICS, MetricsWriter, read_metrics
-from outloop.engine.launch.child_process import PartProcess
+from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
 from outloop.engine.launch.cpu_usage import CpuUsage
 from outloop.engine.launch.doctor import examine
@@ -83,6 +84,24 @@ def test_last_words_are_the_end_of_the_log(tmp_path: Path) -> None:
         pass
     assert part.exit_code == 3
     assert part.last_words(1) == "two"
+
+
+def test_the_last_sentence_is_heard_from_a_full_disk(tmp_path: Path) -> None:
+    """Of a part that cannot write its log, with the exit code that it always has; and once of one
+    that can."""
+    command = part_command("trainer", tmp_path / "missing")
+    ends = []
+    with longest_file(0) as lift:
+        for name in ("mute", "heard"):
+            part = PartProcess(name, command, tmp_path / f"{name}.log", {})
+            while part.exit_code is None:
+                pass
+            ends.append((part.exit_code, part.last_words()))
+            lift()
+    assert (tmp_path / "mute.log").read_text() == ""
+    assert ends[0] == ends[1]
+    assert ends[0][0] == SETTINGS_EXIT_CODE
+    assert ends[0][1].startswith("outloop: ")
 
 
 def test_an_undeclared_metric_is_refused(tmp_path: Path) -> None:

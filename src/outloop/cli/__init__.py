@@ -5,7 +5,9 @@ A part's process imports only that part: modules here import it when the command
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import NoReturn
 
 import click
 
@@ -50,6 +52,7 @@ from outloop.cli.trainer import trainer
 from outloop.cli.trajectories import trajectories
 from outloop.cli.view import view
 from outloop.cli.viewer import viewer
+from outloop.engine.launch.last_sentence import SentenceForLauncher
 
 GROUPS: dict[str, tuple[click.Command, ...]] = {
     "Run": (train, serve, new_policy, convert, doctor, check, plan, settings, completion),
@@ -110,16 +113,27 @@ for _commands in GROUPS.values():
 
 def main() -> None:
     """Entry point: every outloop error becomes one sentence and exit code 2 (settings) or 1."""
+    launcher = SentenceForLauncher()
     try:
         cli(prog_name="outloop")
     except SettingsError as error:
-        click.echo(f"outloop: {error}", err=True)
-        sys.exit(SETTINGS_EXIT_CODE)
+        _end(error, SETTINGS_EXIT_CODE, launcher)
     except (RankKilled, WritesLost) as error:
-        click.echo(f"outloop: {error}", err=True)
-        sys.exit(RANK_KILLED_EXIT_CODE)
+        _end(error, RANK_KILLED_EXIT_CODE, launcher)
     except OutloopError as error:
-        click.echo(f"outloop: {error}", err=True)
-        sys.exit(1)
+        _end(error, 1, launcher)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _end(error: OutloopError, exit_code: int, launcher: SentenceForLauncher) -> NoReturn:
+    sentence = f"outloop: {error}"
+    launcher.tell(sentence)
+    try:
+        click.echo(sentence, err=True)
+    except OSError:
+        # The disk of the log is full. What the streams still hold would change the exit code.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+    sys.exit(exit_code)
