@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -37,12 +36,9 @@ def append_line(file: FileIO, line: bytes) -> None:
         raise
 
 
-def whole_lines(data: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line of `data` that is whole, and what it says."""
-    for line in data.split(b"\n")[:-1]:
-        row = parse_line(line)
-        if row is not None:
-            yield line, row
+def rows_of(data: bytes) -> list[dict[str, Any]]:
+    """What every whole line says."""
+    return [row for line in data.split(b"\n")[:-1] if (row := parse_line(line)) is not None]
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
@@ -56,4 +52,4 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """What every whole line says; nothing where there is no file."""
-    return [row for _, row in whole_lines(path.read_bytes())] if path.exists() else []
+    return rows_of(path.read_bytes()) if path.exists() else []

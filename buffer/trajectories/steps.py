@@ -57,10 +57,9 @@ def write_step(run_dir: Path, record: StepRecord) -> None:
 
 def read_steps(run_dir: Path) -> dict[int, StepRecord]:
     """Step -> its record, of the lineage that survived; a line without its end is left out."""
-    path = run_dir / FOLDER / STEPS
     found: dict[int, StepRecord] = {}
-    for line, _ in json_lines.whole_lines(path.read_bytes()) if path.exists() else ():
-        record = msgspec.json.decode(line, type=StepRecord)
+    for row in json_lines.read_rows(run_dir / FOLDER / STEPS):
+        record = msgspec.convert(row, StepRecord, str_keys=True)
         # A resume from an older checkpoint gives up what came after it.
         found = {step: one for step, one in found.items() if step < record.step}
         found[record.step] = record

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outloop.buffer.json_lines import whole_lines
+from outloop.buffer.json_lines import rows_of
 
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "train/reward_mean", ".3f"),
@@ -49,7 +49,7 @@ class _Tail:
             data = file.read()
         end = data.rfind(b"\n") + 1
         self._offset += end
-        return [row for _, row in whole_lines(data[:end])]
+        return rows_of(data[:end])
 
 
 class RunProgress:

@@ -30,6 +30,7 @@ from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.keys import prefix
 from outloop.buffer.run import Run, load_run
+from outloop.buffer.telemetry import read_metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fakes.ports import free_ports
@@ -380,13 +381,7 @@ def write_config(
 
 def steps_of(run_dir: Path) -> list[tuple[int, float]]:
     """(step, Unix time) of each step that was recorded, those trained again included."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    rows = []
-    for line in lines:
-        # A row that a full disk cut off in the middle.
-        with suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
+    rows = read_metrics(run_dir)
     return [(row["step"], row["time"]) for row in rows if "train/loss" in row]
 
 
