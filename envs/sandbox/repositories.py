@@ -6,6 +6,8 @@ revisions are one file on disk, linked into each folder, so that many revisions 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -101,7 +103,7 @@ class Repository:
                     path.symlink_to(os.fsdecode(self._kept(entry.blob, _LINK).read_bytes()))
                     _give(path)
                 else:
-                    os.link(self._kept(entry.blob, entry.mode), path)
+                    _link(self._kept(entry.blob, entry.mode), path)
             half.rename(made)
         except OSError:
             if not made.is_dir():  # otherwise another process was faster
@@ -130,11 +132,17 @@ class Repository:
                         )
                     kept = self._kept(blob, mode)
                     half = kept.with_name(f"{kept.name}.{uuid.uuid4().hex}")
-                    half.write_bytes(git.stdout.read(int(head[2])))
-                    git.stdout.read(1)
-                    half.chmod(0o755 if mode == _EXECUTABLE else 0o644)
-                    _give(half)
-                    half.replace(kept)
+                    try:
+                        half.write_bytes(git.stdout.read(int(head[2])))
+                        git.stdout.read(1)
+                        half.chmod(0o755 if mode == _EXECUTABLE else 0o644)
+                        _give(half)
+                        # A kept file is never replaced: Linux refuses a link to a file that loses
+                        # its last name meanwhile, and equal files would be two on disk.
+                        with contextlib.suppress(FileExistsError):
+                            kept.hardlink_to(half)
+                    finally:
+                        half.unlink(missing_ok=True)
 
     def _git(self, *arguments: str) -> bytes:
         answer = subprocess.run(
@@ -166,6 +174,17 @@ def _new_folder(path: Path) -> None:
     path.mkdir()
     path.chmod(0o755)
     _give(path)
+
+
+def _link(kept: Path, path: Path) -> None:
+    """Give a kept file the name `path`, or a copy of it where it has all the links it can have."""
+    try:
+        path.hardlink_to(kept)
+    except OSError as error:
+        if error.errno != errno.EMLINK:  # on ext4 at 65,000, which an empty file may reach
+            raise
+        shutil.copy(kept, path)
+        _give(path)
 
 
 def _give(path: Path) -> None:

@@ -1,8 +1,10 @@
 """Revisions of a git repository as folders."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,41 @@ async def test_attempts_at_once_share_the_folder_of_a_revision(project: Path) ->
     assert len(set(folders)) == 1
     await verifier.tear_down()
     assert not folders[0].exists()
+
+
+def test_revisions_made_at_once_share_what_is_equal_in_them(tmp_path: Path) -> None:
+    """No one replaces a file that another's folder is being linked from."""
+    git(tmp_path, "init", "--quiet", "project")
+    project = tmp_path / "project"
+    for i in range(20):
+        (project / str(i)).write_text(str(i))
+    revisions = [f"v{i}" for i in range(4)]
+    for revision in revisions:
+        (project / "version").write_text(revision)
+        git(project, "add", "--all")
+        git(project, "commit", "--quiet", "--message", revision)
+        git(project, "tag", revision)
+    with ThreadPoolExecutor(len(revisions)) as at_once:
+        for _ in range(10):
+            repository = Repository(project)
+            folders = list(at_once.map(repository.folder, revisions))
+            for name in map(str, range(20)):
+                assert len({(folder / name).stat().st_ino for folder in folders}) == 1, name
+            repository.close()
+
+
+def test_a_file_with_all_the_links_that_a_disk_allows_is_copied(project: Path) -> None:
+    """An empty file may be in more revisions than ext4 has links for one, which is 65,000."""
+    repository = Repository(project)
+    first, links = repository.folder("first"), project / "links"
+    links.mkdir()
+    with contextlib.suppress(OSError):  # where the limit is higher there is nothing to see
+        for i in range(65_001):
+            (links / str(i)).hardlink_to(first / "src/same")
+    second = repository.folder("second")
+    assert (second / "src/same").read_bytes() == (first / "src/same").read_bytes()
+    assert (second / "src/same").stat().st_mode == (first / "src/same").stat().st_mode
+    repository.close()
 
 
 def test_what_git_does_not_know_is_refused(project: Path, tmp_path: Path) -> None:
