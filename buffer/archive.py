@@ -7,7 +7,6 @@ bad line is not imported at all.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from outloop.buffer.redis.scripts import SyncScripts
 from outloop.buffer.store.episodes import EPISODE_FIELDS, open_episode_from, trajectory_from
 from outloop.buffer.store.sft import put_sync, sft_records
 from outloop.buffer.store.turns import TurnStore
+from outloop.buffer.whole_file import whole_file
 
 _CHUNK = 64
 _SCAN_COUNT = 1000
@@ -76,10 +76,9 @@ class Archive:
         Raises:
             SettingsError: it cannot be written.
         """
-        partial = path.with_name(path.name + ".partial")
         num_written = num_damaged = 0
         try:
-            with partial.open("wb") as file:
+            with whole_file(path) as writing, writing.open("wb") as file:
                 for item in self.trajectories():
                     if isinstance(item, Trajectory):
                         file.write(format_line(item))
@@ -87,11 +86,8 @@ class Archive:
                     else:
                         _log.warning("trajectory_left_out", error=str(item))
                         num_damaged += 1
-            os.replace(partial, path)
         except OSError as error:
             raise SettingsError(f"path={str(path)!r} cannot be written: {error}") from error
-        finally:
-            partial.unlink(missing_ok=True)
         return num_written, num_damaged
 
     def read(self, path: Path, *, skip_bad: bool = False, final: bool = False) -> tuple[int, int]:

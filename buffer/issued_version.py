@@ -6,11 +6,11 @@ other weights.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from outloop.buffer.room import wait_for_room
+from outloop.buffer.whole_file import whole_file
 
 _FILE = "issued_version"
 
@@ -38,10 +38,9 @@ class IssuedVersion:
         """
         if policy_version <= self.read():
             return
-        writing = self._path.with_name(f".{_FILE}.writing")
 
         def write() -> None:
-            writing.write_text(str(policy_version))
-            os.replace(writing, self._path)
+            with whole_file(self._path) as writing:
+                writing.write_text(str(policy_version))
 
         wait_for_room(write, self._path, max_s=self._max_full_s, on_full=self._on_full)

@@ -20,6 +20,7 @@ from outloop.buffer.redis.client import of_run
 from outloop.buffer.redis.keys import hash_tag, shard_tags
 from outloop.buffer.settings import Settings, build_settings, digest_of
 from outloop.buffer.settings.buffer import BufferSettings, holds_password
+from outloop.buffer.whole_file import whole_file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,13 +178,8 @@ def _keys_text(keys: RunKeys) -> str:
 
 def _write_private(path: Path, text: str) -> None:
     """Write a file that only its owner may read; what was there stays until it is whole."""
-    writing = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
+    with whole_file(path) as writing:
         _create_private(writing, text)
-        writing.replace(path)
-    except OSError:
-        writing.unlink(missing_ok=True)
-        raise
 
 
 def _create_private(path: Path, text: str) -> None:

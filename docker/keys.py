@@ -9,6 +9,7 @@ import secrets
 from pathlib import Path
 
 from outloop.buffer.run import keep_keys
+from outloop.buffer.whole_file import whole_file
 
 KEYS = Path(os.environ.get("KEYS_DIR", "/keys"))
 
@@ -17,10 +18,9 @@ def write_once(path: Path, secret: str) -> None:
     """Complete or not at all, for its owner only."""
     if path.exists():
         return
-    partial = path.with_suffix(".partial")
-    partial.touch(mode=0o600)
-    partial.write_text(secret)
-    os.replace(partial, path)
+    with whole_file(path) as writing:
+        writing.touch(mode=0o600)
+        writing.write_text(secret)
 
 
 write_once(KEYS / "redis" / "password", secrets.token_urlsafe(32))

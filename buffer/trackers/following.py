@@ -17,6 +17,7 @@ import msgspec
 from outloop.buffer import json_lines
 from outloop.buffer.trackers.tracker import SeenEpisode, SeenTurn
 from outloop.buffer.trajectories.folder import FOLDER, part_paths, read_manifest
+from outloop.buffer.whole_file import whole_file
 
 _MAX_ROWS = 200
 """Of one batch, so that a place is saved now and then."""
@@ -67,9 +68,8 @@ class Following:
     def save(self) -> None:
         """Begin at this place the next time."""
         self._place_file.parent.mkdir(exist_ok=True)
-        temporary = self._place_file.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.json.encode(self.place))
-        temporary.replace(self._place_file)
+        with whole_file(self._place_file) as writing:
+            writing.write_bytes(msgspec.json.encode(self.place))
 
     def new_rows(self) -> list[MetricRow]:
         """The next complete rows of metrics; `place` is behind them afterwards."""

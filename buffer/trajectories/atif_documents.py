@@ -24,6 +24,7 @@ from outloop.buffer.errors import RecordError, SettingsError
 from outloop.buffer.records import Episode, Trajectory, Turn, check_turns, facts_of, turn_with
 from outloop.buffer.trajectories.query import query
 from outloop.buffer.trajectories.reading import read_trajectories
+from outloop.buffer.whole_file import whole_file
 
 SCHEMA_VERSION = "ATIF-v1.8"
 OWN = "outloop"
@@ -330,11 +331,8 @@ def _text(content: str | list[atif.ContentPart]) -> str:
 
 
 def _write(path: Path, rows: Sequence[bytes]) -> None:
-    partial = path.with_name(path.name + ".partial")
     try:
-        partial.write_bytes(b"".join(rows))
-        partial.replace(path)
+        with whole_file(path) as writing:
+            writing.write_bytes(b"".join(rows))
     except OSError as error:
         raise SettingsError(f"path={str(path)!r} cannot be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)

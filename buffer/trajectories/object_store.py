@@ -21,6 +21,7 @@ from outloop.buffer.trajectories.folder import FOLDER, MANIFEST, read_manifest
 from outloop.buffer.trajectories.steps import STEPS
 from outloop.buffer.trajectories.trained import TRAINED
 from outloop.buffer.trajectories.vocabulary import VOCABULARY
+from outloop.buffer.whole_file import whole_file
 
 _BESIDE = ("metrics.jsonl", "events.jsonl")
 """What `outloop view` shows besides the archive."""
@@ -101,9 +102,8 @@ class ObjectStore:
         for name in names:
             path = run_dir / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(path.name + ".tmp")
-            temporary.write_bytes(self._files.cat_file(f"{self._root}/{name}"))
-            temporary.replace(path)
+            with whole_file(path) as writing:
+                writing.write_bytes(self._files.cat_file(f"{self._root}/{name}"))
         return len(names)
 
     def _sizes(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Episode, Trajectory
 from outloop.buffer.trajectories.folder import part_paths, read_manifest
 from outloop.buffer.trajectories.tables import reward_of, turn_of
+from outloop.buffer.whole_file import whole_file
 
 _FOUND_AGAIN = ("no_signal", "filtered", "overlong")
 
@@ -26,18 +27,14 @@ def write_jsonl(folder: Path, path: Path, episode_ids: Collection[str]) -> int:
     Raises:
         SettingsError: it cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
     number = 0
     try:
-        with partial.open("wb") as file:
+        with whole_file(path) as writing, writing.open("wb") as file:
             for trajectory in read_trajectories(folder, episode_ids):
                 file.write(format_line(trajectory))
                 number += 1
-        partial.replace(path)
     except OSError as error:
         raise SettingsError(f"path={str(path)!r} cannot be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return number
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from outloop.buffer.records import Float32
 from outloop.buffer.settings.trajectories import TrajectorySettings
 from outloop.buffer.trajectories.folder import FOLDER
+from outloop.buffer.whole_file import whole_file
 
 TRAINED = "trained"
 """The folder inside that of the archive."""
@@ -71,9 +72,8 @@ def write_trained(
     )
     path = trained_path(run_dir / FOLDER, policy_version)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    pq.write_table(table, temporary, compression="zstd", row_group_size=256)
-    temporary.replace(path)
+    with whole_file(path) as writing:
+        pq.write_table(table, writing, compression="zstd", row_group_size=256)
 
 
 def read_trained(archive: Path, policy_version: int, episode_id: str) -> list[dict[str, Any]]:

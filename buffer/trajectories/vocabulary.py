@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import structlog
 
+from outloop.buffer.whole_file import whole_file
+
 VOCABULARY = "vocabulary.parquet"
 _log = structlog.get_logger()
 
@@ -34,6 +36,5 @@ def write_vocabulary(folder: Path, tokenizer: Any) -> None:
     ids = list(range(size))
     texts = [tokenizer.decode([one], skip_special_tokens=False) for one in ids]
     table = pa.table({"id": pa.array(ids, pa.int32()), "text": pa.array(texts, pa.string())})
-    temporary = path.with_suffix(".tmp")
-    pq.write_table(table, temporary, compression="zstd")
-    temporary.replace(path)
+    with whole_file(path) as writing:
+        pq.write_table(table, writing, compression="zstd")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from outloop.buffer.whole_file import whole_file
+
 LAUNCHER_FILE = "launcher.json"
 
 
@@ -17,9 +19,8 @@ def named_launcher(run_dir: Path) -> Iterator[None]:
     """While it lasts, the run's folder names this process as the one that leads its parts."""
     path = run_dir / LAUNCHER_FILE
     process = psutil.Process()
-    writing = path.with_suffix(".writing")
-    writing.write_text(json.dumps({"pid": process.pid, "created": process.create_time()}))
-    writing.replace(path)
+    with whole_file(path) as writing:
+        writing.write_text(json.dumps({"pid": process.pid, "created": process.create_time()}))
     try:
         yield
     finally:

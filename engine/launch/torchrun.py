@@ -27,6 +27,7 @@ from outloop.buffer.errors import (
     RankKilled,
     SettingsError,
 )
+from outloop.buffer.whole_file import whole_file
 from outloop.engine.parent_death import die_with_parent
 
 _log = structlog.get_logger()
@@ -94,10 +95,9 @@ def leave_error(error: Exception) -> None:
         return
     about = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
     told = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": about}}
-    written = Path(f"{path}.written")
     try:
-        written.write_text(json.dumps(told))
-        written.rename(path)
+        with whole_file(Path(path)) as writing:
+            writing.write_text(json.dumps(told))
     except OSError as failure:
         _log.warning("error_not_left", error=str(error), reason=str(failure))
 

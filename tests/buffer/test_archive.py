@@ -262,7 +262,7 @@ async def test_a_run_is_exported_and_its_sft_data_imported(
         assert other.reader.sft_progress() == (3, True)
     assert other.reader.archive.write(again) == (3, 0)
     assert again.read_bytes().splitlines() == file.read_bytes().splitlines()[11:]
-    assert list(tmp_path.glob("*.partial")) == []
+    assert list(tmp_path.glob(".a.jsonl*")) == list(tmp_path.glob(".b.jsonl*")) == []
     assert (await other.claim()).claims[0].group_id == "g0-1"
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
+from outloop.buffer.whole_file import whole_file
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint, load_checkpoint
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
@@ -141,9 +142,7 @@ def load_state(policy: Policy, dump: StepDump, *, head: ValueHead | None = None)
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file that appears only when it is complete."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with whole_file(path) as writing, writing.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(partial, path)
