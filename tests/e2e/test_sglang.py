@@ -14,8 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from fakes.tls_front import tls_settings
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import load_run
+from outloop.buffer.telemetry import read_metrics
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,6 +148,27 @@ def test_the_calculator_example_trains_on_sglang(workspace: Path) -> None:
     assert max(gap for gap in gaps if gap is not None) < 1e-4, gaps
     left = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(workspace)]
     assert not psutil.wait_procs(left, timeout=20)[1]
+
+
+def test_a_run_whose_router_and_sglang_speak_https_trains(workspace: Path) -> None:
+    """With an authority of its own: nobody speaks to either of them in the clear."""
+    settings = {**RL, **tls_settings(workspace), "run.name": "https", "trainer.num_steps": 2}
+    answer = subprocess.run(
+        command("run.toml", settings),
+        cwd=workspace,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    logs = workspace / "runs/https/logs"
+    served = (logs / "server-0.log").read_text()
+    assert answer.returncode == 0, answer.stdout + answer.stderr + served[-3000:]
+    rows = [row for row in read_metrics(logs.parent) if "train/loss" in row]
+    assert [row["train/policy_version"] for row in rows] == [1, 2]
+    for log in (served, (logs / "router-0.log").read_text()):
+        (ready,) = (json.loads(line) for line in log.splitlines() if '"part_ready"' in line)
+        assert ready["url"].startswith("https://127.0.0.1:")
 
 
 @pytest.mark.parametrize(

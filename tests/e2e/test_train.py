@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fakes.command_run import assert_nothing_is_left, part_of, training
-from fakes.tls_front import make_authority, make_certificate
+from fakes.tls_front import tls_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 Outloop = Callable[..., subprocess.CompletedProcess[str]]
@@ -200,15 +200,10 @@ def test_a_run_whose_router_and_server_speak_https_trains(
 ) -> None:
     """With an authority of its own: runner, agents, router, trainer and monitor verify both."""
     write_config(steps=2)
-    authority = make_authority(workspace)
-    make_certificate(workspace, "parts")
-    names = {
-        f"{section}.tls_{name}_file": str(workspace / f"parts.{end}")
-        for section in ("router", "server")
-        for name, end in (("cert", "crt"), ("key", "key"))
-    }
-    names["run.tls_ca_file"] = str(authority)
-    answer = outloop("train", "run.toml", *(f"--set={n}={json.dumps(v)}" for n, v in names.items()))
+    settings = tls_settings(workspace)
+    answer = outloop(
+        "train", "run.toml", *(f"--set={n}={json.dumps(v)}" for n, v in settings.items())
+    )
     assert answer.returncode == 0, answer.stdout + answer.stderr
     rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
     assert [row["train/policy_version"] for row in rows] == [1, 2]

@@ -93,3 +93,15 @@ def make_certificate(folder: Path, name: str, *, num_days: int = 1) -> None:
 
 def _openssl(*words: str) -> None:
     subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=60)
+
+
+def tls_settings(folder: Path) -> dict[str, str]:
+    """Settings of a run on 127.0.0.1 whose router and servers speak TLS, with files made there."""
+    authority = make_authority(folder)
+    make_certificate(folder, "parts")
+    names = {
+        f"{section}.tls_{name}_file": str(folder / f"parts.{end}")
+        for section in ("router", "server")
+        for name, end in (("cert", "crt"), ("key", "key"))
+    }
+    return names | {"run.tls_ca_file": str(authority)}
