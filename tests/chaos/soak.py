@@ -151,6 +151,9 @@ def soak(
             processes = stack.processes(part)
             if processes:
                 faults[f"{kind} {part}"] += 1
+                minute = (time.monotonic() - began_at) / 60
+                of = f"minute {minute:.1f} of {words.minutes:g}, {len(stack.steps())} steps"
+                print(f"{of}: {kind} {part}", flush=True)
                 with fault(kind, processes):
                     held_until = time.monotonic() + HOLD_S * (kind in ("stopped", "slowed"))
                     while time.monotonic() < held_until:

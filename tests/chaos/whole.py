@@ -144,7 +144,9 @@ class Whole:
                 if self._kill(victim):
                     num_kills -= 1
                     self.kills[victim] += 1
-                    next_step = self._num_rows() + self.choices.randint(1, 2)
+                    rows = self._num_rows()
+                    print(f"kill {self.kills.total()}, {rows} steps: {victim}", flush=True)
+                    next_step = rows + self.choices.randint(1, 2)
                 next_kill = time.monotonic() + self.choices.uniform(0.5, 10.0)
             assert time.monotonic() < deadline, f"stuck after {dict(self.kills)}: {self.log()}"
             time.sleep(0.05)
