@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Literal
 
 from outloop.buffer.errors import BufferUnavailable, SettingsError
+from outloop.buffer.owned_folder import OwnedFolder
 from outloop.buffer.redis.client import wait_for_redis
 
 SERVER_VARIABLE = "OUTLOOP_REDIS_SERVER"
@@ -139,15 +140,16 @@ class EmbeddedRedis:
         self._max_memory_mb = max_memory_mb
         self._lock_timeout_s = lock_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._socket_dir: Path | None = None
+        self._folder: OwnedFolder | None = None
+        """Of its socket."""
         self._lock: int | None = None
 
     @property
     def url(self) -> str:
         """unix:// URL of the running server."""
-        if self._socket_dir is None:
+        if self._folder is None:
             raise BufferUnavailable("the embedded server is not running; call start() first")
-        return f"unix://{self._socket_dir / 's'}"
+        return f"unix://{self._folder.path / 's'}"
 
     @property
     def pid(self) -> int:
@@ -171,7 +173,7 @@ class EmbeddedRedis:
         lock = take_lock(self.data_dir, self._lock_timeout_s)
         self._lock = lock
         try:
-            self._socket_dir = _make_socket_dir()
+            self._folder = _make_socket_folder()
             self._process = self._spawn(program, lock)
             self._wait_for_answer()
         except BaseException:
@@ -213,9 +215,9 @@ class EmbeddedRedis:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._socket_dir is not None:
-            shutil.rmtree(self._socket_dir, ignore_errors=True)
-            self._socket_dir = None
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -233,10 +235,10 @@ class EmbeddedRedis:
         self.stop()
 
     def _options(self) -> list[str]:
-        assert self._socket_dir is not None
+        assert self._folder is not None
         options = {
             "port": "0",
-            "unixsocket": str(self._socket_dir / "s"),
+            "unixsocket": str(self._folder.path / "s"),
             "unixsocketperm": "700",
             "dir": str(self.data_dir),
             "logfile": str(self._log_path),
@@ -268,12 +270,12 @@ class EmbeddedRedis:
             return "(it wrote no log)"
 
 
-def _make_socket_dir() -> Path:
+def _make_socket_folder() -> OwnedFolder:
     for parent in (None, "/tmp"):
-        path = Path(tempfile.mkdtemp(prefix="ol-", dir=parent))
-        if len(os.fsencode(path / "s")) < _MAX_SOCKET_PATH_BYTES:
-            return path
-        path.rmdir()
+        folder = OwnedFolder("outloop-redis", parent)
+        if len(os.fsencode(folder.path / "s")) < _MAX_SOCKET_PATH_BYTES:
+            return folder
+        folder.close()
     raise SettingsError(
         f"TMPDIR={tempfile.gettempdir()!r} gives socket paths of {_MAX_SOCKET_PATH_BYTES} bytes or "
         "more; set TMPDIR to a shorter folder"

@@ -27,6 +27,7 @@ from outloop.buffer.errors import (
     RankKilled,
     SettingsError,
 )
+from outloop.buffer.owned_folder import OwnedFolder
 from outloop.buffer.whole_file import whole_file
 from outloop.engine.parent_death import die_with_parent
 
@@ -43,10 +44,12 @@ def run_ranks(run_dir: Path, *, num_ranks: int) -> None:
         RankKilled: a rank was ended by a signal that was not ours, or asks to be started again.
         PartFailed: a rank failed.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # torchrun's own folder, where ranks leave their errors, would stay at every start.
+    folder = OwnedFolder("outloop-ranks")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -59,6 +62,7 @@ def run_ranks(run_dir: Path, *, num_ranks: int) -> None:
         monitor_interval=0.2,
         start_method="spawn",
         shutdown_timeout=_STOP_TIMEOUT_S,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder.path)),
     )
     command = ("-u", "-m", "outloop.cli", "trainer", "--run", str(run_dir))
     try:
@@ -68,6 +72,8 @@ def run_ranks(run_dir: Path, *, num_ranks: int) -> None:
         return
     except ChildFailedError as error:
         raise cause_of_failure(list(error.failures.items())) from None
+    finally:
+        folder.close()
 
 
 @contextmanager

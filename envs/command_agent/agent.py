@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from outloop.buffer.errors import EnvironmentFailure, RecordError, SettingsError
+from outloop.buffer.owned_folder import OwnedFolder
 from outloop.buffer.records import Outcome, Reward, Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.command_agent import command
@@ -28,7 +29,6 @@ from outloop.envs.command_agent.verifier import (
     load_verifier,
     verify,
 )
-from outloop.envs.owned_folder import OwnedFolder
 from outloop.envs.rollout.episode import Episode
 from outloop.envs.rollout.episode_result import EpisodeResult, failed, without_reward
 from outloop.envs.rollout.rollout_function import Rollout, load_rollout

@@ -23,10 +23,10 @@ from typing import Any, Protocol
 import msgspec
 
 from outloop.buffer.errors import EnvironmentFailure, RecordError, SettingsError
+from outloop.buffer.owned_folder import OwnedFolder
 from outloop.buffer.records import Reward, Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.command_agent import command
-from outloop.envs.owned_folder import OwnedFolder
 from outloop.envs.rollout.episode_result import as_reward
 from outloop.envs.user_code import import_object, tear_down
 from outloop.envs.verifiers.clock import VerifierClock

@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from outloop.envs.owned_folder import OwnedFolder
+from outloop.buffer.owned_folder import OwnedFolder
 from outloop.envs.sandbox import guest
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.guest import framing

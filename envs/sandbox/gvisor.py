@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
-from outloop.envs.owned_folder import OwnedFolder
+from outloop.buffer.owned_folder import OwnedFolder
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.cgroups import Cgroup, find_cgroups
 from outloop.envs.sandbox.guest_bundle import GUEST_FOLDER, boot_argv, system_python

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
-from outloop.envs.owned_folder import OwnedFolder
+from outloop.buffer.owned_folder import OwnedFolder
 from outloop.envs.sandbox.bubblewrap import session_user
 
 _EXECUTABLE, _LINK, _SUBMODULE = "100755", "120000", "160000"

@@ -87,8 +87,13 @@ def test_a_killed_rank_takes_the_trainer_with_it_and_the_run_goes_on(
     write_config: WriteConfig,
     read_metrics: ReadMetrics,
     allow: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """kill -9 of rank 1: no rank is left waiting, the trainer resumes, every step is there."""
+    """kill -9 of rank 1: no rank is left waiting, the trainer resumes, every step is there, and no
+    temporary file but torch's own cache, and what its memory manager of a killed rank leaves."""
+    temporary = workspace / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     write_config(steps=4, held_s=100)
     allow(2)
     with subprocess.Popen(
@@ -115,6 +120,8 @@ def test_a_killed_rank_takes_the_trainer_with_it_and_the_run_goes_on(
     rows = [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
     assert sorted({row["step"] for row in rows}) == [1, 2, 3, 4]
     assert_nothing_is_left(workspace)
+    of_torch = ("torchinductor_", "torch-shm-dir-")
+    assert [path for path in temporary.iterdir() if not path.name.startswith(of_torch)] == []
 
 
 def test_sizes_that_the_model_does_not_allow_are_one_sentence(

@@ -21,24 +21,25 @@ class OwnedFolder:
 
     Args:
         kind: how its name begins.
+        parent: where it is made; None: the folder for temporary files.
     """
 
-    def __init__(self, kind: str) -> None:
-        _remove_abandoned(kind)
-        made = Path(tempfile.mkdtemp(prefix=f".{kind}-"))
+    def __init__(self, kind: str, parent: str | None = None) -> None:
+        _remove_abandoned(kind, Path(parent or tempfile.gettempdir()))
+        made = Path(tempfile.mkdtemp(prefix=f".{kind}-", dir=parent))
         descriptor = _lock(made)
         assert descriptor is not None
         # Without the dot others look at it, and find it locked.
         self.path = made.rename(made.with_name(made.name.removeprefix(".")))
-        self._remove = weakref.finalize(self, _remove, self.path, descriptor)
+        self._remove = weakref.finalize(self, _remove_own, self.path, descriptor, os.getpid())
 
     def close(self) -> None:
         """Remove it, and what is in it."""
         self._remove()
 
 
-def _remove_abandoned(kind: str) -> None:
-    for path in Path(tempfile.gettempdir()).glob(f"{kind}-*"):
+def _remove_abandoned(kind: str, parent: Path) -> None:
+    for path in parent.glob(f"{kind}-*"):
         # Another process may remove it at the same time.
         with suppress(OSError):
             if path.lstat().st_uid == os.getuid() and (descriptor := _lock(path)) is not None:
@@ -54,6 +55,11 @@ def _lock(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+def _remove_own(folder: Path, descriptor: int, pid: int) -> None:
+    if os.getpid() == pid:  # A forked child that ends owns nothing.
+        _remove(folder, descriptor)
 
 
 def _remove(folder: Path, descriptor: int) -> None:

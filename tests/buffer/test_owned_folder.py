@@ -9,15 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from outloop.envs.owned_folder import OwnedFolder
+from outloop.buffer.owned_folder import OwnedFolder
 
 HOLDER = """
 import sys
-from outloop.envs.owned_folder import OwnedFolder
+from outloop.buffer.owned_folder import OwnedFolder
 made = OwnedFolder(sys.argv[1])
 (made.path / "large").touch()
 print(made.path, flush=True)
 sys.stdin.read()
+"""
+FORKED = """
+import os
+import sys
+from outloop.buffer.owned_folder import OwnedFolder
+made = OwnedFolder(sys.argv[1])
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(made.path.is_dir())
 """
 
 
@@ -64,6 +74,22 @@ def test_a_process_that_ends_leaves_no_folder(kind: str) -> None:
         process.communicate()
         assert process.returncode == 0
         assert not made.exists()
+
+
+def test_a_forked_child_that_ends_leaves_the_folder_of_its_parent(kind: str) -> None:
+    """Who made it removes it."""
+    words = [sys.executable, "-c", FORKED, kind]
+    answer = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert answer.stdout == "True\n", answer
+
+
+def test_a_folder_of_a_parent(kind: str, tmp_path: Path) -> None:
+    """There, what was left there is removed too."""
+    left = tmp_path / f"{kind}-left"
+    left.mkdir()
+    made = OwnedFolder(kind, str(tmp_path))
+    assert list(tmp_path.iterdir()) == [made.path]
+    made.close()
 
 
 def test_a_link_with_such_a_name_is_left_alone(kind: str, tmp_path: Path) -> None:
