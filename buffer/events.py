@@ -15,6 +15,7 @@ _log = structlog.get_logger()
 
 EventKind = Literal[
     "started",
+    "launcher_lost",
     "part_restarted",
     "part_given_up",
     "redis_cannot_write",

@@ -241,17 +241,13 @@ class EmbeddedRedis:
             "unixsocket": str(self._folder.path / "s"),
             "unixsocketperm": "700",
             "dir": str(self.data_dir),
-            "logfile": str(self._log_path),
+            "logfile": str(_log_path(self.data_dir)),
             **durable_options(self._fsync, self._max_memory_mb),
         }
         return [word for name, value in options.items() for word in (f"--{name}", value)]
 
-    @property
-    def _log_path(self) -> Path:
-        return self.data_dir / "server.log"
-
     def _wait_for_answer(self) -> None:
-        peer = f"the embedded server ({self._log_path})"
+        peer = f"the embedded server ({_log_path(self.data_dir)})"
         wait_for_redis(self.url, _START_TIMEOUT_S, peer=peer, check=self._refuse_ended)
 
     def _refuse_ended(self) -> None:
@@ -259,15 +255,24 @@ class EmbeddedRedis:
         if self._process.poll() is not None:
             raise BufferUnavailable(
                 f"the embedded server ended with exit_code={self._process.returncode}; "
-                f"the last lines of {self._log_path}:\n{self.last_words()}"
+                f"the last lines of {_log_path(self.data_dir)}:\n{self.last_words()}"
             )
 
     def last_words(self) -> str:
         """The end of its log, for an error message."""
-        try:
-            return self._log_path.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
-        except FileNotFoundError:
-            return "(it wrote no log)"
+        return end_of_log(self.data_dir)
+
+
+def end_of_log(data_dir: Path) -> str:
+    """What the embedded server with this folder wrote last."""
+    try:
+        return _log_path(data_dir).read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+    except FileNotFoundError:
+        return "(it wrote no log)"
+
+
+def _log_path(data_dir: Path) -> Path:
+    return data_dir / "server.log"
 
 
 def _make_socket_folder() -> OwnedFolder:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 import structlog
 
@@ -26,17 +27,17 @@ from outloop.buffer.errors import (
 from outloop.buffer.events import record_event
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.client import connect_sync
-from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run, create_run, make_run_folder
 from outloop.buffer.settings import Settings
 from outloop.buffer.tls import trust_authorities
 from outloop.buffer.trackers.tracker import part_name
 from outloop.buffer.trajectories.trained import keeps_trajectories
-from outloop.engine.launch.child_process import PartProcess, part_command
+from outloop.engine.launch.child_process import part_command
 from outloop.engine.launch.cpu_usage import CpuUsage
 from outloop.engine.launch.gpu_placement import NOT_PLACED, GpuPlacement
 from outloop.engine.launch.launcher_process import named_launcher
 from outloop.engine.launch.placement import HERE, Placement
+from outloop.engine.launch.processes import CHILDREN, OwnRedis, Part, Processes
 from outloop.engine.launch.redis_watch import REDIS, RedisWatch
 from outloop.engine.launch.restarts import (
     DEFAULT_BACKOFF,
@@ -45,7 +46,8 @@ from outloop.engine.launch.restarts import (
     end_reason,
     was_killed,
 )
-from outloop.engine.launch.run_entry import enter
+from outloop.engine.launch.run_entry import enter, is_entered
+from outloop.engine.launch.supervisor.client import end_living, supervised
 from outloop.engine.port_reservation import hold_port
 
 _STOP_TIMEOUT_S = 15.0
@@ -58,6 +60,7 @@ _REDIS_TIMEOUT_S = 5.0
 """One that does not answer for so long is away: stopped, or behind a network that is."""
 _RESTARTABLE = frozenset({"router", "runner", "server", "archiver", "monitor", "tracker", "viewer"})
 """Parts without state of their own: a new process continues where the old one ended."""
+_FIRST_TO_STOP = ("trainer", "runner", "router")
 _OPTIONAL = frozenset({"archiver", "monitor", "tracker", "viewer"})
 """Parts without which a run goes on."""
 
@@ -75,13 +78,18 @@ class Launcher:
         gpus: GpuPlacement,
         backoff: Backoff,
         placement: Placement,
-        redis: EmbeddedRedis | None = None,
+        processes: Processes = CHILDREN,
+        redis: OwnRedis | None = None,
     ) -> None:
         """`redis`: the run's own, started again when it ends; None: it is somebody else's."""
         self.run = run
         self.reader = reader
         self.stop = stop
-        self.parts: dict[str, PartProcess] = {}
+        self.parts: dict[str, Part] = {}
+        self.goes_on = processes.has_living
+        """Whether an earlier launcher has left parts that run."""
+        self.num_living = 0
+        """How many of them have been taken over."""
         self.usage = CpuUsage()
         self._viewer_link: str | None = None
         self._restarts = Restarts(backoff)
@@ -93,18 +101,28 @@ class Launcher:
         self._held_port: socket.socket | None = None
         self._gpus = gpus
         self._placement = placement
+        self._processes = processes
 
     def start(self, name: str, part: str, *extra: str) -> None:
-        """Start `part` under `name`; its output goes to `logs/{name}.log`."""
+        """Start `part` under `name`, or go on with the one that an earlier launcher started; its
+        output goes to `logs/{name}.log`."""
         self._commands[name] = (part, *extra)
         self._started[name] = time.monotonic()
+        living = self._processes.take_living(name)
+        if living is not None:
+            self.parts[name] = living.part
+            self._started[name] -= living.age_s
+            self.num_living += 1
+            return
         index = int(extra[extra.index("--index") + 1]) if "--index" in extra else 0
         environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.parts[name] = PartProcess(
+        self.parts[name] = self._processes.start(
             name,
             self._placement.command(name, part, part_command(part, self.run.dir, *extra)),
             self.run.dir / "logs" / f"{name}.log",
             environment | self._gpus.environment(part, index),
+            stop_order=_stop_order(part),
+            stop_timeout_s=self._stop_timeout_s(part),
         )
 
     def start_archiver(self) -> None:
@@ -200,7 +218,7 @@ class Launcher:
             return True
         return self.reader.run_state() != "running"
 
-    def _plan_restart(self, name: str, part: str, process: PartProcess, code: int) -> None:
+    def _plan_restart(self, name: str, part: str, process: Part, code: int) -> None:
         """Decide when a part that ended is started again; gives an optional one up."""
         wait_s = self._restarts.wait_s(name, lived_s=time.monotonic() - self._started[name])
         if part in _OPTIONAL and (wait_s is None or code == SETTINGS_EXIT_CODE):
@@ -277,15 +295,7 @@ class Launcher:
 
     def stop_all(self) -> None:
         """Stop every part: the trainer first, so that it can write its checkpoint."""
-        order = sorted(
-            self.parts,
-            key=lambda name: (
-                ("trainer", "runner", "router").index(kind)
-                if (kind := self._commands[name][0]) in ("trainer", "runner", "router")
-                else 9
-            ),
-        )
-        for name in order:
+        for name in sorted(self.parts, key=lambda name: _stop_order(self._commands[name][0])):
             self.parts[name].stop(self._stop_timeout_s(self._commands[name][0]))
         if self._held_port is not None:
             self._held_port.close()
@@ -301,6 +311,11 @@ class Launcher:
         return _STOP_TIMEOUT_S + extra_s.get(part, 0.0)
 
 
+def _stop_order(part: str) -> int:
+    """Lower is earlier: the trainer first, so that it can write its checkpoint."""
+    return _FIRST_TO_STOP.index(part) if part in _FIRST_TO_STOP else len(_FIRST_TO_STOP)
+
+
 @contextmanager
 def running(
     settings: Settings,
@@ -312,32 +327,47 @@ def running(
 ) -> Iterator[Launcher]:
     """Redis (embedded, or the configured one) and an empty launcher; stops all parts at the end.
 
+    With run.launcher_grace_s they outlive this process where it is killed.
+
     This process trusts run.tls_ca_file from now on.
     """
     trust_authorities(settings.run.tls_ca_file)
-    run_dir = settings.run.dir / settings.run.name
+    run_dir = (settings.run.dir / settings.run.name).absolute()
     make_run_folder(settings, run_dir)
     with ExitStack() as stack:
+        processes = stack.enter_context(_processes(settings, run_dir))
         redis_url, redis = settings.buffer.redis_url, None
         if redis_url is None:
             redis = stack.enter_context(
-                EmbeddedRedis(
-                    (run_dir / "redis").absolute(),
+                processes.redis(
+                    run_dir / "redis",
                     fsync=settings.buffer.fsync,
                     max_memory_mb=settings.buffer.max_memory_mb,
                 )
             )
             redis_url = redis.url
-        run = create_run(settings, run_dir.absolute(), redis_url)
-        enter(run)
+        run = create_run(settings, run_dir, redis_url)
+        if not (processes.has_living and is_entered(run)):
+            enter(run)
         reader = BufferReader.connect(
             run, connect_client=partial(connect_sync, timeout_s=_REDIS_TIMEOUT_S)
         )
         stack.callback(reader.close)
         stack.enter_context(named_launcher(run.dir))
-        launcher = Launcher(run, reader, stop, gpus, backoff, placement, redis)
+        launcher = Launcher(run, reader, stop, gpus, backoff, placement, processes, redis)
         stack.callback(launcher.stop_all)
         yield launcher
+
+
+@contextmanager
+def _processes(settings: Settings, run_dir: Path) -> Iterator[Processes]:
+    grace_s = settings.run.launcher_grace_s
+    if grace_s:
+        with supervised(run_dir, settings.digest(), grace_s) as supervisor:
+            yield supervisor
+    else:
+        end_living(run_dir)
+        yield CHILDREN
 
 
 def start_routers(launcher: Launcher) -> None:
@@ -345,7 +375,10 @@ def start_routers(launcher: Launcher) -> None:
     settings = launcher.run.settings.router
     extra: tuple[str, ...] = ()
     if settings.num_processes > 1:
-        extra = ("--port", str(launcher.hold_port(settings.host, settings.port)))
+        port, url = settings.port, router_url(launcher) if launcher.goes_on else None
+        if url is not None:
+            port = int(url.rpartition(":")[2])
+        extra = ("--port", str(launcher.hold_port(settings.host, port)))
     for index in range(settings.num_processes):
         launcher.start(f"router-{index}", "router", *extra)
 

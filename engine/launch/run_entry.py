@@ -43,8 +43,15 @@ def make_run(settings: Settings) -> Run:
             "their own: give buffer.redis_url='redis://HOST:PORT'"
         )
     run = create_run(settings, (settings.run.dir / settings.run.name).absolute(), redis_url)
+    if not is_entered(run):
+        enter(run)
+    return run
+
+
+def is_entered(run: Run) -> bool:
+    """Whether Redis holds the run with the same settings: its parts may be running."""
     try:
         BufferReader.connect(run).close()
     except (BufferUnavailable, SettingsError):
-        enter(run)
-    return run
+        return False
+    return True

@@ -72,16 +72,12 @@ def train(
         for line in gpus.lines():
             console.print(line, highlight=False, markup=False)
         record_event(run.dir, "started")
-        launcher.start_archiver()
-        launcher.start_watchers()
-        if has_servers:
-            start_serving(launcher)
-            start_frozen(launcher)
-        else:
-            start_routers(launcher)
-        launcher.start("trainer", "trainer")
-        for index in range(settings.env.num_runners):
-            launcher.start(f"runner-{index}", "runner")
+        _start_parts(launcher)
+        if launcher.goes_on:
+            console.print(
+                f"goes on with {launcher.num_living} parts that an earlier launcher started",
+                highlight=False,
+            )
         shown_link: str | None = None
         shown_obstacle: str | None = None
         with progress:
@@ -109,6 +105,21 @@ def train(
         return 130
     _show_result(run, console)
     return 0
+
+
+def _start_parts(launcher: Launcher) -> None:
+    """All of them, in the order in which others wait for them."""
+    settings = launcher.run.settings
+    launcher.start_archiver()
+    launcher.start_watchers()
+    if settings.trainer.mode == "rl":
+        start_serving(launcher)
+        start_frozen(launcher)
+    else:
+        start_routers(launcher)
+    launcher.start("trainer", "trainer")
+    for index in range(settings.env.num_runners):
+        launcher.start(f"runner-{index}", "runner")
 
 
 def _show_obstacle(launcher: Launcher, shown: str | None, console: Console) -> str | None:

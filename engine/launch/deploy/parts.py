@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
+from outloop.engine.launch.processes import refuse_grace
 
 TRAINER_PORT = 29500
 """Where the ranks of several trainer machines meet."""
@@ -20,8 +21,10 @@ def num_servers(settings: Settings) -> int:
     """Processes of `outloop server`; attached servers have one each, which watches them.
 
     Raises:
-        SettingsError: servers of earlier versions are asked for, which no engine places.
+        SettingsError: servers of earlier versions are asked for, which no engine places, or parts
+            that outlive their launcher.
     """
+    refuse_grace(settings, "an engine")
     if settings.server.num_frozen:
         raise SettingsError(
             f"server.num_frozen={settings.server.num_frozen}: servers of earlier versions are "

@@ -7,7 +7,7 @@ import { number, seconds, time } from "./format.js";
 const WIDTH = 1200, LEFT = 150, LANE = 44, GAP = 8, TOP = 6, BOTTOM = 22;
 const SPANS = [["all", "whole run"], ["3600", "last hour"], ["600", "last 10 minutes"], ["60", "last minute"]];
 const SEGMENTS = [["wait_s", "waiting for episodes", "var(--c4)"], ["update_s", "update", "var(--c1)"], ["evaluation_s", "waiting for an evaluation", "var(--c6)"], ["publish_s", "publish", "var(--c2)"]];
-const MARKED = { part_restarted: "var(--hot)", part_given_up: "var(--hot)", alarm: "var(--hot)", started: "var(--dim)", stopped: "var(--dim)", finished: "var(--dim)" };
+const MARKED = { launcher_lost: "var(--hot)", part_restarted: "var(--hot)", part_given_up: "var(--hot)", alarm: "var(--hot)", started: "var(--dim)", stopped: "var(--dim)", finished: "var(--dim)" };
 
 function area(values, x, top, color) {
   const most = Math.max(...values, 1e-9), width = (x(1) - x(0)) / values.length;

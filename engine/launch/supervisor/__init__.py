@@ -1,0 +1,1 @@
+"""A process whose children the parts are, so that they outlive their launcher."""
