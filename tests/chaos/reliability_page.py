@@ -222,6 +222,8 @@ def _soak(cells: Mapping[str, Any]) -> str:
         f"({', '.join(f'{number} {name}' for name, number in found['faults'].items())}); load "
         f"{found['load']}, {found['date']}. {found['verdict']}"
     )
+    if "silence_s" in found:
+        sentence += f" The longest time without a step was {found['silence_s']:.1f} s."
     return (
         sentence
         + "\n\n"

@@ -3,9 +3,11 @@
 One run as `make test-faults` has it; every few seconds a part, chosen by the seed, is killed, asked
 to stop, stopped or slowed for a while. Memory and open files of every part, keys of Redis and the
 run's folder are sampled; what a life of minutes lets grow is seen in parts that are never hit
-(--spared). Each series gets its slope by hour over the last half of the time, when caches are full,
-with an interval of 95 %. Exit code 0 if steps were made in every tenth of the time, or every minute
-of a short one, no series grows, and the ledger closes. One grows whose whole interval is above its
+(--spared). While no step is made, something must say why: what the trainer waits for, a part that
+is not there, or one that was started again. Each series gets its slope by hour over the last half
+of the time, when caches are full, with an interval of 95 %. Exit code 0 if steps were made in every
+tenth of the time, or every minute of a short one, no series grows (judged from JUDGED_MINUTES on),
+nothing waits without a name, and the ledger closes. One grows whose whole interval is above its
 bound (`BOUNDS`); what fills for an hour is judged where the first half is longer than that.
 """
 
@@ -20,6 +22,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from contextlib import nullcontext, suppress
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, linear_regression
 
@@ -30,6 +33,8 @@ from matrix import ON_A_HOST, START_S
 from reliability_page import record_soak
 from stack import Stack
 from tiny import make_model
+
+from outloop.buffer.events import read_events
 
 KINDS = ("killed", "asked to stop", "stopped", "slowed")
 PARTS = ("router", "server", "trainer", "runner", "archiver", "sandbox")
@@ -59,11 +64,18 @@ BOUNDS = {
     LOG: 100.0,
 }
 """By hour, for series that begin so. What a run keeps of its steps (KEPT) has none."""
+JUDGED_MINUTES = 10.0
+"""A shorter soak is mostly the run's start, in which everything grows."""
+SILENCE_S = 10.0
+"""Without a step; an idle machine makes one in half a second."""
+STARTED_S = 30.0
+"""A part that was started again is why nothing goes on for so long."""
 STAYING_S = 30.0
 """Between two looks at every key of Redis."""
 WINDOW_S = 60.0
 """A part of the time in which a step must be made, if a tenth of it is shorter."""
 NUM_BLOCKS = 10
+FINE = "Nothing grew, nothing waited without a name, and the ledger closes."
 STUDENT = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 """Student's t at 97.5 %, for four to ten blocks."""
 
@@ -89,6 +101,20 @@ def sample(stack: Stack) -> dict[str, float]:
     return found
 
 
+def names_of_wait(stack: Stack) -> list[str]:
+    """What says why no step is made: what the trainer waits for, parts that are not there, and
+    those that were just started again."""
+    statuses = stack.read(lambda reader: reader.registry.statuses())
+    if statuses is None:
+        return ["Redis is away"]
+    waits = [fields["waiting_for"] for fields in statuses.values() if fields.get("waiting_for")]
+    gone = [part for part in ("router", "server", "trainer", "runner") if not stack.processes(part)]
+    since = time.time() - STARTED_S
+    events = [event for event in read_events(stack.run_dir) if event["time"] > since]
+    again = [f"{e['part']} was started again" for e in events if e["kind"] == "part_restarted"]
+    return [*waits, *(f"{part} is not there" for part in gone), *again]
+
+
 def folder_bytes(folder: Path) -> float:
     """Of all files below, those that go away meanwhile left out."""
     total = 0
@@ -106,10 +132,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause-s", type=float, default=20.0, help="between faults, on average")
     parser.add_argument("--spared", default="router,launcher,redis,archiver")
+    parser.add_argument("--no-hosts", action="store_true")
+    parser.add_argument("--no-page", action="store_true", help="docs/reliability.md stays")
     words = parser.parse_args()
     choices, spared = random.Random(words.seed), words.spared.split(",")
     victims = [part for part in PARTS if part not in spared]
-    has_hosts = not why_not()
+    has_hosts = not words.no_hosts and not why_not()
     with (
         tempfile.TemporaryDirectory() as model,
         tempfile.TemporaryDirectory(dir="/tmp") as folder,
@@ -125,27 +153,43 @@ def main() -> int:
             stack.stop()
 
 
+class Watch:
+    """What is sampled while a run is hurt."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._began_at, self._began = time.monotonic(), time.time()
+        self._next = self._began_at
+        self.series: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        """(seconds since the beginning, value) of each."""
+        self.nameless: list[int] = []
+        """Seconds since the beginning at which no step was made and nothing said why."""
+
+    def look(self) -> None:
+        """Start again what must be; sample what is due."""
+        self._stack.tend()
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + SAMPLE_S
+        for name, value in sample(self._stack).items():
+            self.series[name].append((now - self._began_at, value))
+        silent_s = time.time() - max((at for _, at in self._stack.steps()), default=self._began)
+        if silent_s > SILENCE_S and not names_of_wait(self._stack):
+            self.nameless.append(round(now - self._began_at))
+
+
 def soak(
     stack: Stack, words: argparse.Namespace, choices: random.Random, victims: list[str]
 ) -> int:
     """Hurt and sample until the time is over; the exit code."""
-    series: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    watch = Watch(stack)
     faults: Counter[str] = Counter()
     began_at, wall = time.monotonic(), time.time()
     end = began_at + 60 * words.minutes
     next_fault = began_at + words.pause_s
-    next_sample = began_at
-
-    def go_on() -> None:
-        nonlocal next_sample
-        stack.tend()
-        if time.monotonic() > next_sample:
-            next_sample = time.monotonic() + SAMPLE_S
-            for name, value in sample(stack).items():
-                series[name].append((time.monotonic() - began_at, value))
-
     while time.monotonic() < end:
-        go_on()
+        watch.look()
         if time.monotonic() > next_fault:
             part, kind = choices.choice(victims), choices.choice(KINDS)
             processes = stack.processes(part)
@@ -157,7 +201,7 @@ def soak(
                 with fault(kind, processes):
                     held_until = time.monotonic() + HOLD_S * (kind in ("stopped", "slowed"))
                     while time.monotonic() < held_until:
-                        go_on()
+                        watch.look()
                         time.sleep(0.05)
             next_fault = time.monotonic() + choices.uniform(0.5, 1.5) * words.pause_s
         time.sleep(0.05)
@@ -166,13 +210,18 @@ def soak(
     windows = range(int(60 * words.minutes / window_s))
     is_alive = [any(n * window_s <= at < (n + 1) * window_s for at in steps) for n in windows]
     seconds = 60 * words.minutes
-    thirds = {name: _thirds(values, seconds) for name, values in series.items()}
-    slopes = {name: slope_of(values, seconds / 2, seconds) for name, values in series.items()}
+    thirds = {name: _thirds(values, seconds) for name, values in watch.series.items()}
+    slopes = {name: slope_of(values, seconds / 2, seconds) for name, values in watch.series.items()}
     problems = [
         f"{name} grows"
         for name, slope in slopes.items()
-        if grows(name, slope, largest=max(value for _, value in series[name]), seconds=seconds)
+        if words.minutes >= JUDGED_MINUTES
+        and grows(
+            name, slope, largest=max(value for _, value in watch.series[name]), seconds=seconds
+        )
     ]
+    if watch.nameless:
+        problems.append(f"no step, and nothing says why, at {watch.nameless} s")
     if not all(is_alive):
         problems.append(f"no step in {is_alive.count(False)} of {len(windows)} parts of the time")
     try:
@@ -189,11 +238,18 @@ def soak(
         "series": thirds,
         "slopes": slopes,
         "staying": stack.staying(),
-        "verdict": "; ".join(problems) or "Nothing grew; the ledger closes.",
+        "silence_s": longest_silence(steps),
+        "verdict": "; ".join(problems) or FINE,
     }
-    record_soak(figures)
+    if not words.no_page:
+        record_soak(figures)
     print(figures, flush=True)
     return 1 if problems else 0
+
+
+def longest_silence(steps: list[float]) -> float:
+    """Seconds between two steps."""
+    return round(max((b - a for a, b in pairwise(steps)), default=0.0), 1)
 
 
 def grows(name: str, slope: tuple[float, float] | None, *, largest: float, seconds: float) -> bool:

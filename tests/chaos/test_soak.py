@@ -1,12 +1,15 @@
 """What the soak calls growth."""
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 HOUR_S = 3600.0
+SOAK = Path(__file__).with_name("soak.py")
 
 
 @pytest.fixture
@@ -40,3 +43,16 @@ def test_growth_is_a_slope_of_the_last_half_above_its_bound(
     ]
     slope = soak.slope_of(values, seconds / 2, seconds)
     assert soak.grows(name, slope, largest=200.0, seconds=seconds) is is_growth
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_a_minute_of_faults_leaves_a_run_that_goes_on() -> None:
+    """A fault every five seconds or so: steps in every minute, every wait has a name, the ledger
+    closes."""
+    words = ("--minutes", "1", "--pause-s", "5", "--no-hosts", "--no-page")
+    answer = subprocess.run(
+        [sys.executable, SOAK, *words], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout.count("minute 0.") > 3
