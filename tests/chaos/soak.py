@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -135,6 +136,8 @@ def main() -> int:
     parser.add_argument("--no-hosts", action="store_true")
     parser.add_argument("--no-page", action="store_true", help="docs/reliability.md stays")
     words = parser.parse_args()
+    # What was started ends with this program.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     choices, spared = random.Random(words.seed), words.spared.split(",")
     victims = [part for part in PARTS if part not in spared]
     has_hosts = not words.no_hosts and not why_not()
