@@ -145,10 +145,15 @@ class BufferReader:
         return reader
 
     @classmethod
-    def connect_patiently(cls, run: Run) -> BufferReader:
+    def connect_patiently(
+        cls, run: Run, *, is_stopping: Callable[[], bool] = lambda: False
+    ) -> BufferReader:
         """Join `run`, also where its Redis comes up within buffer.max_outage_s. Every call waits as
         long for one that went away or cannot write, and repeats itself, which changes nothing more.
         What it announces is noted in the run's folder too, for `recover` after a loss.
+
+        Args:
+            is_stopping: whether this process was asked to stop: then it waits for ten seconds.
 
         Raises:
             BufferUnavailable: Redis is unreachable, or was away for longer.
@@ -161,7 +166,7 @@ class BufferReader:
         if not max_outage_s:
             return cls.connect(run)
         continuity = Continuity(key(run.run_id, "meta"), key(run.run_id, "state"))
-        patience = Patience(max_outage_s)
+        patience = Patience(max_outage_s, is_stopping)
         client = connect_sync(run.redis_url, retry=patience, on_connect=continuity.check)
         shards = [connect_sync(url, retry=patience) for url in run.shard_urls]
         reader = cls(run, client, None, continuity, patience, shards=shards)

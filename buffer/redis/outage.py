@@ -24,6 +24,9 @@ from outloop.buffer.redis.refused_writes import refused_write
 
 T = TypeVar("T")
 _AGAIN_S = 0.2
+_STOPPING_S = 10.0
+"""How long a process that was asked to stop waits at most: it holds a GPU that the next one wants,
+and its Redis may have ended with the launcher."""
 _AT_ONCE = Retry(NoBackoff(), 0)
 LOST_RUN = (
     "Redis came back without this run: its data folder or append-only file is gone, or another "
@@ -36,13 +39,14 @@ _log = structlog.get_logger()
 
 class Patience(Retry):
     """Repeats a command, or a pipeline, until the server executes it, or was away or refused to
-    write for `max_outage_s`."""
+    write for `max_outage_s`, or for ten seconds once `is_stopping`."""
 
     __hash__ = Retry.__hash__
 
-    def __init__(self, max_outage_s: float) -> None:
+    def __init__(self, max_outage_s: float, is_stopping: Callable[[], bool]) -> None:
         super().__init__(NoBackoff(), -1, (redis.ConnectionError, redis.TimeoutError))
         self._max_outage_s = max_outage_s
+        self._is_stopping = is_stopping
         self._calls = threading.local()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patience:
@@ -94,7 +98,7 @@ class Patience(Retry):
                     began_at = now
                     what = "redis_awaited" if why is None else "redis_cannot_write"
                     _log.warning(what, max_s=self._max_outage_s, error=str(error))
-                if now - began_at >= self._max_outage_s:
+                if now - began_at >= self._max_s():
                     if why is None:
                         raise
                     raise redis.ResponseError(
@@ -105,6 +109,10 @@ class Patience(Retry):
                 if began_at is not None:
                     _log.warning("redis_is_back", after_s=round(time.monotonic() - began_at, 2))
                 return answer
+
+    def _max_s(self) -> float:
+        stopping_s = _STOPPING_S if self._is_stopping() else self._max_outage_s
+        return min(self._max_outage_s, stopping_s)
 
 
 class Continuity:

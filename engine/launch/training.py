@@ -25,6 +25,7 @@ from outloop.engine.launch.launcher import (
 )
 from outloop.engine.launch.placement import HERE, Placement
 from outloop.engine.launch.run_summary import draw_curve, result_table
+from outloop.engine.launch.supervisor.client import end_living
 from outloop.engine.visible_gpus import list_gpus
 
 
@@ -49,6 +50,7 @@ def train(
     """
     run_dir = settings.run.dir / settings.run.name
     if is_finished(settings, run_dir):
+        end_living(run_dir.absolute())
         console.print(
             f"run {settings.run.name!r} has made all of its {settings.trainer.num_steps} steps; "
             f"its weights are in {run_dir / 'hf'}. To go on, raise trainer.num_steps; to begin "

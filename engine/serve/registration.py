@@ -62,7 +62,7 @@ class Registration:
         """Take it out of traffic; without effect before `enter`."""
         if not self._is_entered:
             return
-        reader = BufferReader.connect_patiently(self._run)
+        reader = BufferReader.connect_patiently(self._run, is_stopping=lambda: True)
         try:
             reader.registry.set_server_version(self.server_id, None, quarantined=True)
         finally:

@@ -81,8 +81,8 @@ def train(
         if int(os.environ.get("RANK", "0")):
             follow(*join_ranks(run, stack, on_hang))
             return
-        reader = BufferReader.connect_patiently(run)
-        leases = BufferReader.connect_patiently(run)
+        reader = BufferReader.connect_patiently(run, is_stopping=stop.is_set)
+        leases = BufferReader.connect_patiently(run, is_stopping=stop.is_set)
         stack.callback(reader.close)
         stack.callback(leases.close)
 

@@ -27,13 +27,20 @@ import starvation
 from faults import FAULTS, LASTING, LIMITED, ON_HOSTS, STARVED, fault
 from hosts import Host, hosts, why_not
 from reliability_page import record_audit, record_cell
-from stack import PARTS, PHASES, Stack
+from stack import GRACE, PARTS, PHASES, Stack
 from tiny import make_model
 
 from outloop.buffer.events import read_events
 
 HOLD_S = 8.0
 LOOK_S = 0.1
+ALL_PARTS = (*PARTS, "rank", GRACE, "supervisor")
+CHANGES: dict[str, dict[str, dict[str, Any]]] = {
+    "rank": {"trainer": {"num_ranks": 2}},
+    GRACE: {"run": {"launcher_grace_s": 60}},
+    "supervisor": {"run": {"launcher_grace_s": 60}},
+}
+"""Of the settings, for the row of a part."""
 USUAL = ("short_episodes", "no_signal", "alarm", "alarm_over")
 """Warnings of a policy that is not worth training, and of many steps, among them those before."""
 NOTICE_S = 2.0
@@ -80,7 +87,9 @@ class Signs:
     def _sign(self) -> str:
         events = read_events(self._stack.run_dir)
         for event in events[-5:]:
-            if event["time"] >= self._began_at and event["kind"].startswith(("part_", "redis_")):
+            if event["time"] >= self._began_at and event["kind"].startswith(
+                ("part_", "redis_", "launcher_")
+            ):
                 return f"{event['kind']} {event.get('part', '')}".strip()
         for path in self._logs():
             with suppress(OSError):
@@ -226,7 +235,7 @@ def cells_of(
             continue
         phases = PHASES
         if kind != "killed" and not all_phases:
-            phases = (PHASES[(number + (*PARTS, "rank").index(part)) % len(PHASES)],)
+            phases = (PHASES[(number + ALL_PARTS.index(part)) % len(PHASES)],)
         cells += [(kind, phase) for phase in phases]
     return cells
 
@@ -234,7 +243,7 @@ def cells_of(
 def main() -> int:
     """Play the parts; print a line for each cell."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", default=",".join((*PARTS, "rank")))
+    parser.add_argument("--parts", default=",".join(ALL_PARTS))
     parser.add_argument("--faults", default=",".join((*FAULTS, *ON_HOSTS)))
     parser.add_argument("--all-phases", action="store_true")
     parser.add_argument("--only", default="", help="a pattern of names: part/fault/phase")
@@ -279,11 +288,10 @@ def play_cells(
 ) -> int:
     """A run, and cells of one part in it until one fails or the part has ended too often; takes
     them from `cells`. How many failed."""
-    changes = {"trainer": {"num_ranks": 2}} if part == "rank" else {}
     with ExitStack() as context:
         folder = Path(context.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         places = context.enter_context(hosts(ON_A_HOST) if has_hosts else nullcontext({}))
-        stack = Stack(folder, model, changes, places)
+        stack = Stack(folder, model, CHANGES.get(part, {}), places)
         context.callback(stack.stop)
         num_failed, num_ends, played = 0, 0, list[str]()
         if not stack.wait_until(lambda: len(stack.steps()) >= 2, words.patience_s):

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from faults import FAULTS, LIMITED, ON_HOSTS, STARVED
-from stack import PHASES
+from stack import GRACE, PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reliability.md"
 FIGURES = ROOT / "docs/reliability.json"
 ALL_FAULTS = (*FAULTS, *ON_HOSTS)
 ROWS = (
-    *("redis", "launcher", "router", "server", "trainer", "rank", "runner", "archiver"),
-    "sandbox",
+    *("redis", "launcher", GRACE, "supervisor", "router", "server", "trainer", "rank", "runner"),
+    *("archiver", "sandbox"),
 )
-WITHOUT_NETWORK = ("launcher", "archiver", "sandbox", "rank")
+WITHOUT_NETWORK = ("launcher", GRACE, "supervisor", "archiver", "sandbox", "rank")
 
 
 def _read() -> dict[str, Any]:

@@ -210,7 +210,7 @@ def soak(
         time.sleep(0.05)
     steps = [at - wall for _, at in stack.steps() if at > wall]
     window_s = max(6 * words.minutes, WINDOW_S)
-    windows = range(int(60 * words.minutes / window_s))
+    windows = range(max(1, int(60 * words.minutes / window_s)))
     is_alive = [any(n * window_s <= at < (n + 1) * window_s for at in steps) for n in windows]
     seconds = 60 * words.minutes
     thirds = {name: _thirds(values, seconds) for name, values in watch.series.items()}

@@ -31,12 +31,16 @@ from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.keys import prefix
 from outloop.buffer.run import Run, load_run
 from outloop.buffer.telemetry import read_metrics
+from outloop.engine.launch.launcher_process import find_launcher
+from outloop.engine.launch.supervisor.address import Address
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fakes.ports import free_ports
 
 PHASES = ("generating", "taking", "training", "publishing", "checkpointing", "evaluating")
 PARTS = ("redis", "launcher", "router", "server", "trainer", "runner", "archiver", "sandbox")
+GRACE = "launcher with grace"
+"""The launcher of a run with run.launcher_grace_s."""
 ROLLOUTS = '''
 import functools
 
@@ -175,11 +179,14 @@ class Stack:
 
     def processes(self, part: str) -> list[psutil.Process]:
         """Those of a part, its main one first; none while it is being started."""
-        if part in ("redis", "launcher"):
+        if part in ("redis", "launcher", GRACE):
             process = self.redis if part == "redis" else self.launcher
             return alive([psutil.Process(process.pid)]) if process.poll() is None else []
+        if part == "supervisor":
+            supervisor = Address(self.run_dir).find()
+            return [] if supervisor is None else alive([supervisor[0]])
         found = []
-        for process in self._below(self.launcher.pid):
+        for process in self._parts():
             with suppress(psutil.Error):
                 words = process.cmdline()
                 if part == "sandbox":
@@ -196,6 +203,12 @@ class Stack:
             # A sandbox may end while it is looked at.
             return alive([one for first in found[:1] for one in (first, *self._below(first.pid))])
         return []
+
+    def _parts(self) -> list[psutil.Process]:
+        """What the launcher leads, as its children or the supervisor's."""
+        supervisor = Address(self.run_dir).find()
+        below = [] if supervisor is None else [supervisor[0], *self._below(supervisor[0].pid)]
+        return list(dict.fromkeys([*self._below(self.launcher.pid), *below]))
 
     @staticmethod
     def _below(pid: int) -> list[psutil.Process]:
@@ -301,7 +314,15 @@ class Stack:
         return audit_of(self.run_dir)
 
     def end_training(self, timeout_s: float) -> bool:
-        """SIGTERM to the launcher: it writes a checkpoint and ends; Redis stays. True if it did."""
+        """SIGTERM to the launcher, once it leads: the trainer writes a checkpoint and all ends;
+        Redis stays. True if it did."""
+
+        def leads() -> bool:
+            leader = find_launcher(self.run_dir)
+            return leader is not None and leader.pid == self.launcher.pid
+
+        if not self.wait_until(leads, timeout_s):
+            return False
         self.launcher.terminate()
         try:
             self.launcher.wait(timeout_s)
@@ -311,7 +332,7 @@ class Stack:
 
     def stop(self) -> None:
         """End what is left, each by its id."""
-        left = self._below(self.launcher.pid)
+        left = self._parts()
         for process in (self.launcher, self.redis):
             process.kill()
             process.wait()

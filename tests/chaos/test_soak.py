@@ -47,12 +47,12 @@ def test_growth_is_a_slope_of_the_last_half_above_its_bound(
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_a_minute_of_faults_leaves_a_run_that_goes_on() -> None:
-    """A fault every five seconds or so: steps in every minute, every wait has a name, the ledger
+def test_half_a_minute_of_faults_leaves_a_run_that_goes_on() -> None:
+    """A fault every four seconds or so: steps are made, every wait has a name, the ledger
     closes."""
-    words = ("--minutes", "1", "--pause-s", "5", "--no-hosts", "--no-page")
+    words = ("--minutes", "0.5", "--pause-s", "4", "--no-hosts", "--no-page")
     answer = subprocess.run(
         [sys.executable, SOAK, *words], capture_output=True, text=True, check=False
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert answer.stdout.count("minute 0.") > 3
+    assert answer.stdout.count("minute 0.") > 2

@@ -112,40 +112,42 @@ def test_the_same_command_goes_on_over_living_parts(
     assert not processes_of(workspace)
 
 
-def test_parts_that_nobody_leads_any_more_are_stopped(
+def test_a_launcher_with_other_settings_stops_what_runs(
     workspace: Path,
     write_config: WriteConfig,
     allow: Callable[..., None],
     last_step: Callable[[], float],
 ) -> None:
-    """When the time is over, the trainer with a checkpoint of its last step; and at once by
-    another launcher whose settings are others, which resumes from it."""
+    """The trainer with a checkpoint of its last step, from which the next one goes on; and a run
+    that has finished without a launcher is ended by the next."""
     write_config(steps=4, held_s=100)
     allow(1)
-    for grace_s, changes in ((0.5, ()), (100, ("trainer.learning_rate=0.0002",))):
-        with launcher(workspace, grace_s) as process:
-            wait_until(lambda: "trainer" in processes_of(workspace))
-            wait_until(lambda: last_step() >= 1)
-            process.kill()
-        left = list(processes_of(workspace).values())
-        if not changes:
-            _, alive = psutil.wait_procs(left, timeout=60)
-            assert not alive
-            assert (workspace / "runs/tiny/checkpoints/step_1").is_dir()
-            continue
-        allow()
-        with launcher(workspace, grace_s, *changes) as last:
-            output, _ = last.communicate(timeout=200)
-        assert last.returncode == 0, output
-        assert "earlier launcher" not in output
-        assert not [process for process in left if process.is_running()]
+    changed = (100, "trainer.learning_rate=0.0002")
+    with launcher(workspace, 100) as first:
+        wait_until(lambda: last_step() >= 1)
+        first.kill()
+    left = processes_of(workspace)
+    with launcher(workspace, *changed) as second:
+        wait_until(lambda: processes_of(workspace).get("trainer") not in (None, left["trainer"]))
+        assert not [process for process in left.values() if process.is_running()]
+        # Every second step has one of its own.
+        assert (workspace / "runs/tiny/checkpoints/step_1").is_dir()
+        second.kill()
+    allow()
+    wait_until(lambda: (workspace / "runs/tiny/hf/config.json").is_file())
+    with launcher(workspace, *changed) as third:
+        output, _ = third.communicate(timeout=100)
+    assert third.returncode == 0, output
+    assert "has made all of its 4 steps" in output
+    assert not processes_of(workspace)
 
 
 def test_a_launcher_without_its_supervisor_ends_with_a_sentence(
     workspace: Path, write_config: WriteConfig, last_step: Callable[[], float]
 ) -> None:
-    """As its parts end with it; a second launcher meanwhile is refused."""
-    write_config(steps=1000, max_outage_s=2)
+    """As its parts end with it, and within seconds, although their Redis is gone, for which they
+    would wait a minute; a second launcher meanwhile is refused."""
+    write_config(steps=1000)
     with launcher(workspace, 100) as process:
         wait_until(lambda: last_step() >= 1)
         with launcher(workspace, 100) as other:
@@ -157,5 +159,5 @@ def test_a_launcher_without_its_supervisor_ends_with_a_sentence(
         output, _ = process.communicate(timeout=100)
     assert process.returncode == 1, output
     assert "start the same command again" in output
-    _, alive = psutil.wait_procs(list(left.values()), timeout=60)
+    _, alive = psutil.wait_procs(list(left.values()), timeout=30)
     assert not alive
