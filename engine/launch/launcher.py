@@ -31,7 +31,6 @@ from outloop.buffer.run import Run, create_run, make_run_folder
 from outloop.buffer.settings import Settings
 from outloop.buffer.tls import trust_authorities
 from outloop.buffer.trackers.tracker import part_name
-from outloop.buffer.trajectories.trained import keeps_trajectories
 from outloop.engine.launch.child_process import part_command
 from outloop.engine.launch.cpu_usage import CpuUsage
 from outloop.engine.launch.gpu_placement import NOT_PLACED, GpuPlacement
@@ -46,7 +45,7 @@ from outloop.engine.launch.restarts import (
     end_reason,
     was_killed,
 )
-from outloop.engine.launch.run_entry import enter, is_entered
+from outloop.engine.launch.run_entry import enter, is_entered, open_archive
 from outloop.engine.launch.supervisor.client import end_living, supervised
 from outloop.engine.port_reservation import hold_port
 
@@ -131,18 +130,8 @@ class Launcher:
         Raises:
             SettingsError: trajectories.enabled=true without pyarrow.
         """
-        settings = self.run.settings.trajectories
-        is_kept = keeps_trajectories(settings)
-        if settings.enabled and not is_kept:
-            raise SettingsError(
-                "trajectories.enabled=true needs the package pyarrow, which is not installed; run "
-                "pip install 'outloop[view]', or set it to false"
-            )
-        if not is_kept:
-            self.reader.trajectories.abandon()
-            return
-        self.reader.trajectories.open(settings.max_waiting_tokens)
-        self.start("archiver", "archiver")
+        if open_archive(self.reader, self.run.settings.trajectories):
+            self.start("archiver", "archiver")
 
     def start_watchers(self) -> None:
         """Start what looks at the run, without which it goes on: monitor, page and trackers."""

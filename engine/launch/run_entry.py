@@ -10,6 +10,8 @@ from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.requirements import read_server
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
+from outloop.buffer.settings.trajectories import TrajectorySettings
+from outloop.buffer.trajectories.trained import keeps_trajectories
 
 
 def enter(run: Run) -> None:
@@ -30,10 +32,11 @@ def enter(run: Run) -> None:
 def make_run(settings: Settings) -> Run:
     """Write the run's folder and enter it in Redis, for parts that are started one by one.
 
-    A run that is there with the same settings is left as it is: its parts may be running.
+    A run that is there with the same settings is left as it is: its parts may be running. Episodes
+    that end wait for an archiver from now on, where the run keeps trajectories.
 
     Raises:
-        SettingsError: buffer.redis_url is not given.
+        SettingsError: buffer.redis_url is not given, or trajectories.enabled=true without pyarrow.
         BufferUnavailable: Redis does not answer.
     """
     redis_url = settings.buffer.redis_url
@@ -45,6 +48,10 @@ def make_run(settings: Settings) -> Run:
     run = create_run(settings, (settings.run.dir / settings.run.name).absolute(), redis_url)
     if not is_entered(run):
         enter(run)
+    with closing(BufferReader.connect(run)) as reader:
+        # Also in a run that is there: a process that was killed may have entered it and not come
+        # so far.
+        open_archive(reader, settings.trajectories)
     return run
 
 
@@ -55,3 +62,24 @@ def is_entered(run: Run) -> bool:
     except (BufferUnavailable, SettingsError):
         return False
     return True
+
+
+def open_archive(reader: BufferReader, settings: TrajectorySettings) -> bool:
+    """Have ended episodes wait for an archiver where the run keeps trajectories, else none; whether
+    it does. Twice is once.
+
+    Raises:
+        SettingsError: trajectories.enabled=true without pyarrow.
+        BufferUnavailable: Redis does not answer.
+    """
+    is_kept = keeps_trajectories(settings)
+    if settings.enabled and not is_kept:
+        raise SettingsError(
+            "trajectories.enabled=true needs the package pyarrow, which is not installed; run "
+            "pip install 'outloop[view]', or set it to false"
+        )
+    if is_kept:
+        reader.trajectories.open(settings.max_waiting_tokens)
+    else:
+        reader.trajectories.abandon()
+    return is_kept

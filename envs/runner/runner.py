@@ -64,6 +64,7 @@ async def run(
     in_process: bool = False,
     private: Sequence[Path] = (),
     drain_s: float = 5.0,
+    ends_when_finished: bool = True,
 ) -> None:
     """Play until the run is finished or `stop` is set; with trainer.mode "sft", send conversations.
 
@@ -72,6 +73,8 @@ async def run(
         private: files and folders that agent programs must not see, in addition to those that the
             settings name.
         drain_s: how long episodes may go on when `stop` is set.
+        ends_when_finished: False: wait for `stop` or for more steps then, for a cluster that
+            starts again what ends.
 
     Raises:
         SettingsError: the user's code or the tasks are wrong, the key is refused, episodes end
@@ -83,6 +86,8 @@ async def run(
     async with RouterClient(router_url, runner_key, deadline_s=deadline_s) as router:
         if settings.trainer.mode == "sft":
             await _until_stopped(submit_conversations(settings, router), stop)
+            if not ends_when_finished:
+                await stop.wait()
             return
         found = load_run_tasks(settings)
         registering = router.register_tasks(
@@ -100,7 +105,8 @@ async def run(
         try:
             await _until_stopped(players.start(), stop)
             if not stop.is_set():
-                await Runner(settings, router, players, stop, changed, drain_s).play_all()
+                playing = Runner(settings, router, players, stop, changed, drain_s)
+                await playing.play_all(ends_when_finished=ends_when_finished)
         finally:
             await players.close()
 
@@ -143,14 +149,14 @@ class Runner:
         self._backoff_s = 0.0
         self._runner_id = uuid.uuid4().hex
 
-    async def play_all(self) -> None:
+    async def play_all(self, *, ends_when_finished: bool = True) -> None:
         """Claim and play until finished or stopped; then let the last episodes end."""
         background = [
             asyncio.create_task(call) for call in (self._report(), self._send_heartbeats())
         ]
         self._players.failed.add_done_callback(self._players_failed)
         try:
-            await self._claim_until_finished()
+            await self._claim_until_finished(ends_when_finished)
             await self._drain()
         finally:
             for task in (*background, *self._playing):
@@ -160,7 +166,7 @@ class Runner:
         if self._fatal is not None:
             raise self._fatal
 
-    async def _claim_until_finished(self) -> None:
+    async def _claim_until_finished(self, ends_when_finished: bool) -> None:
         key, reason = uuid.uuid4().hex, ""
         while not self._stop.is_set() and self._fatal is None:
             self._changed.clear()
@@ -179,7 +185,7 @@ class Runner:
             if claimed.claims:
                 reason = ""
                 continue
-            if claimed.reason == "finished":
+            if claimed.reason == "finished" and ends_when_finished:
                 return
             if claimed.reason != reason:
                 reason = claimed.reason

@@ -3,7 +3,7 @@
 import json
 import subprocess
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,8 @@ import pytest
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import ServerEntry
+from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.redis.keys import key
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import load_run, load_run_settings
 from outloop.buffer.settings import load_settings
@@ -114,6 +116,27 @@ def test_making_a_run_again_leaves_its_parts_alone(
     other = make_run(load_settings(workspace / "run.toml", ("trainer.num_steps=3",)))
     assert other.run_id == first.run_id
     assert BufferReader.connect(other).registry.servers() == ()
+
+
+def test_ended_episodes_wait_where_trajectories_are_kept(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the run's making on, before an archiver is there; made again, by the new settings."""
+    monkeypatch.chdir(workspace)
+
+    def limit_after(*overrides: str) -> int:
+        run = make_run(load_settings(workspace / "run.toml", overrides))
+        with closing(connect_sync(run.redis_url)) as client:
+            found = client.hget(key(run.run_id, "state"), "archive_limit")
+        assert isinstance(found, bytes)
+        return int(found)
+
+    kept = ("trajectories.max_waiting_tokens=1000",)
+    assert [limit_after(*kept), limit_after(*kept)] == [1000, 1000]
+    assert limit_after("trajectories.max_waiting_tokens=2000") == 2000
+    off = ("trajectories.enabled=false",)
+    assert [limit_after(*off), limit_after(*off)] == [0, 0]
+    assert limit_after(*kept) == 1000
 
 
 def test_a_run_of_separate_parts_needs_a_redis_of_its_own(workspace: Path) -> None:

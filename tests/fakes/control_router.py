@@ -56,6 +56,8 @@ class FakeRouter:
         self.claims: list[dict[str, Any]] = []
         self.claim_keys: list[str] = []
         self.claimed_by: set[str] = set()
+        self.num_finished = 0
+        """Claims that were told so."""
         self.lost_claims = 0
         """So many claims are made and answered as not ready."""
         self.heartbeats: list[str] = []
@@ -175,6 +177,7 @@ class FakeRouter:
         self.claims += claims
         self.most_open = max(self.most_open, len(self.claims) - len(self.closes))
         is_over = not claims and len(self.closes) >= self.num_episodes
+        self.num_finished += is_over
         reason = "" if claims else ("finished" if is_over else "admission")
         return {"claims": claims, "reason": reason, "retry_after_s": 0.05}
 

@@ -20,8 +20,17 @@ from outloop.cli.parts import run_until_signalled
     type=click.Path(path_type=Path, dir_okay=False),
     help="With --router-url: the runner then needs neither Redis nor the run's other keys.",
 )
+@click.option(
+    "--wait-when-finished",
+    is_flag=True,
+    help="Wait for more steps when the run is finished, where a cluster starts again what ends.",
+)
 def runner(
-    run_dir: Path, router_timeout_s: float, router_url: str | None, runner_key_file: Path | None
+    run_dir: Path,
+    router_timeout_s: float,
+    router_url: str | None,
+    runner_key_file: Path | None,
+    wait_when_finished: bool,
 ) -> None:
     """Play episodes for a run."""
     from outloop.buffer.run import load_run, load_run_settings, read_secret
@@ -41,7 +50,12 @@ def runner(
     private = [run_dir] if runner_key_file is None else [run_dir, runner_key_file]
     run_until_signalled(
         lambda stop: run_episodes(
-            settings, router_url=url, runner_key=key, stop=stop, private=private
+            settings,
+            router_url=url,
+            runner_key=key,
+            stop=stop,
+            private=private,
+            ends_when_finished=not wait_when_finished,
         )
     )
 

@@ -269,6 +269,39 @@ async def test_play_cannot_change_the_task_of_others(router: Any, play_with: Pla
     assert {reward["value"] for reward in router.closed("reward")} == {0.0}
 
 
+async def test_a_runner_may_wait_where_a_run_is_finished(
+    router: Any,
+    folder: Path,
+    make_settings: Callable[..., Settings],
+    fake_module: ModuleType,
+) -> None:
+    """It goes on asking, plays what more there is, and ends when it is stopped."""
+    (folder / "user.py").write_text(
+        "async def play(task, episode):\n    return 1.0\n\n\n"
+        "def tasks():\n    return [{'question': 'q'}]\n"
+    )
+    stop = asyncio.Event()
+    playing = asyncio.create_task(
+        run(
+            make_settings(),
+            router_url=router.url,
+            runner_key=fake_module.RUNNER_KEY,
+            stop=stop,
+            ends_when_finished=False,
+        )
+    )
+    async with asyncio.timeout(10):
+        while router.num_finished < 2:
+            await asyncio.sleep(0.01)
+        router.num_episodes += 3
+        while len(router.closes) < 7:
+            await asyncio.sleep(0.01)
+        assert not playing.done()
+        stop.set()
+        await playing
+    assert router.num_registered == 1
+
+
 async def test_stopping_drains_then_aborts(
     router: Any,
     folder: Path,
