@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-Part = Literal["redis", "router", "server", "trainer", "runner"]
+Part = Literal["redis", "router", "server", "trainer", "runner", "archiver", "monitor"]
 _SLURM_OWNED = {
     "job-name": "run.name",
     "requeue": "outloop submit slurm",
@@ -41,6 +41,8 @@ _DEFAULTS: dict[Part, PartResources] = {
     "server": PartResources(cpus=8, memory_mb=65536),
     "trainer": PartResources(cpus=8, memory_mb=131072),
     "runner": PartResources(cpus=4, memory_mb=8192),
+    "archiver": PartResources(cpus=1, memory_mb=2048),
+    "monitor": PartResources(cpus=1, memory_mb=1024),
 }
 
 
@@ -68,7 +70,7 @@ class DeploySettings(BaseModel):
     storage_gb: int = Field(100, gt=0)
     """Size of the volume with the run's folder."""
     parts: dict[Part, PartResources] = {}
-    """By part; a trainer's are of one machine."""
+    """By part; a trainer's are of one machine. Archiver and monitor: Kubernetes, SkyPilot."""
     slurm: dict[str, Any] = {}
     """Raw sbatch options under their upstream names, for example { partition = "gpu" }; true: an
     option without a value."""

@@ -1,9 +1,11 @@
 """A run as files for `kubectl apply -k`.
 
-Routers and runners are Deployments, servers and Redis StatefulSets (a server is known to the run by
-its number), the trainer is a JobSet, whose pods start and restart together. An init Job makes the
-run in its folder and in Redis; every part waits for the mark that it leaves, whose name changes
-with the settings. Secrets are named, never written: `create_secrets.sh` makes them in the cluster.
+Routers, runners, archiver and monitor are Deployments, servers and Redis StatefulSets (a server is
+known to the run by its number), the trainer is a JobSet, whose pods start and restart together. An
+init Job makes the run in its folder and in Redis; every part waits for the mark that it leaves,
+whose name changes with the settings. Nothing but the trainer ends when the run is finished, since
+Kubernetes would start it again. Secrets are named, never written: `create_secrets.sh` makes them in
+the cluster.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from outloop.buffer.errors import RANK_KILLED_EXIT_CODE, SETTINGS_EXIT_CODE, SettingsError
 from outloop.buffer.redis.client import ports_of
@@ -26,10 +28,13 @@ from outloop.engine.launch.deploy.parts import (
     fingerprint,
     gpus_of_server,
     gpus_of_trainer_node,
+    has_archiver,
+    has_monitor,
     num_servers,
     override_words,
     ranks_of_node,
     refuse_certificates,
+    watched,
 )
 
 ROUTER_PORT = 8000
@@ -41,6 +46,7 @@ _CONFIG = "/etc/outloop/run.toml"
 _PASSWORD = "/keys/redis/password"
 _KEYS = "/keys/run/keys.json"
 _RUNNER_KEY = "/keys/runner/key"
+_WEBHOOK = "/keys/webhook/url"
 _SPOT_TAINTS = (
     "cloud.google.com/gke-spot",
     "kubernetes.azure.com/scalesetpriority",
@@ -48,7 +54,7 @@ _SPOT_TAINTS = (
     "outloop/spot",
 )
 """Of machines that the cloud takes back, on three clouds; the last is for clusters of your own."""
-_TRUSTED = ("router", "server", "trainer", "init")
+_TRUSTED = ("router", "server", "trainer", "init", "archiver", "monitor")
 """Parts that hold the run's keys and the password of Redis."""
 _LEAVE_ENDPOINTS_S = 5
 """Between the notice and SIGTERM: by then no service sends new requests to the pod."""
@@ -100,7 +106,7 @@ class _Manifests:
         self.is_sft = settings.trainer.mode != "rl"
         trainer_host = f"{name}-trainer-0-0.{name}"
         url = f"redis://{name}-redis:{REDIS_PORT}" if self.has_redis else None
-        given = apart(settings, redis_url=url, trainer_host=trainer_host)
+        given = apart(settings, redis_url=url, trainer_host=trainer_host) | watched(settings)
         given |= {
             "run.dir": _RUNS,
             "run.keys_file": _KEYS,
@@ -109,6 +115,11 @@ class _Manifests:
         }
         if self.has_redis or settings.buffer.redis_password_file is not None:
             given["buffer.redis_password_file"] = _PASSWORD
+        self.has_webhook = settings.alarms.enabled and settings.alarms.webhook_file is not None
+        if self.has_webhook:
+            given["alarms.webhook_file"] = _WEBHOOK
+        port = given.get("telemetry.prometheus_port")
+        self.page_port = port if isinstance(port, int) else None
         self.trainer_host = trainer_host
         self.sets = [f"--set={text}" for text in overrides] + override_words(given)
         mark = fingerprint(config, *self.sets)
@@ -129,6 +140,10 @@ class _Manifests:
             documents["server.yaml"] = [*self._server(), self._disruption("server")]
         if self.settings.env.num_runners and not self.is_sft:
             documents["runner.yaml"] = self._runner()
+        if has_archiver(self.settings):
+            documents["archiver.yaml"] = [self._archiver()]
+        if has_monitor(self.settings):
+            documents["monitor.yaml"] = self._monitor()
         kustomization: Tree = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
             "kind": "Kustomization",
@@ -160,6 +175,8 @@ class _Manifests:
             mounts.append({"name": "redis-password", "mountPath": "/keys/redis", "readOnly": True})
         if part in _TRUSTED:
             mounts.append({"name": "run-keys", "mountPath": "/keys/run", "readOnly": True})
+        if part in ("init", "monitor") and self.has_webhook:
+            mounts.append({"name": "webhook", "mountPath": "/keys/webhook", "readOnly": True})
         if part == "runner":
             mounts.append({"name": "runner-key", "mountPath": "/keys/runner", "readOnly": True})
         mounts += more.pop("mounts", [])
@@ -195,6 +212,7 @@ class _Manifests:
             ("redis-password", "redis"),
             ("run-keys", "keys"),
             ("runner-key", "runner"),
+            ("webhook", "webhook"),
         ):
             if any(mount["name"] == volume for mount in container["volumeMounts"]):
                 secret = {"secretName": f"{self.name}-{suffix}", "defaultMode": 0o440}
@@ -468,6 +486,7 @@ class _Manifests:
                 *("outloop", "runner", f"--run={_RUNS}/{self.name}"),
                 f"--router-url=http://{self.name}-router:{ROUTER_PORT}",
                 f"--runner-key-file={_RUNNER_KEY}",
+                "--wait-when-finished",
             ],
             env=[{"name": name, "valueFrom": self._secret_of(name)} for name in names],
             resources=self._resources("runner"),
@@ -508,6 +527,48 @@ class _Manifests:
             },
         ]
 
+    # What looks at the run, without which it goes on.
+
+    def _archiver(self) -> Tree:
+        container = self._container(
+            "archiver",
+            ["outloop", "archiver", f"--run={_RUNS}/{self.name}"],
+            resources=self._resources("archiver"),
+        )
+        return self._single("archiver", container)
+
+    def _monitor(self) -> list[Tree]:
+        more: Tree = {}
+        if self.page_port is not None:
+            more = {
+                "ports": [{"name": "monitor", "containerPort": self.page_port}],
+                "readinessProbe": _probe("/metrics", self.page_port, failureThreshold=2),
+            }
+        container = self._container(
+            "monitor",
+            ["outloop", "monitor", f"--run={_RUNS}/{self.name}"],
+            resources=self._resources("monitor"),
+            **more,
+        )
+        found = [self._single("monitor", container)]
+        if self.page_port is not None:
+            found.insert(0, self._service("monitor", self.page_port))
+        return found
+
+    def _single(self, part: Literal["archiver", "monitor"], container: Tree) -> Tree:
+        """A Deployment of one pod: the old one ends before a new one starts."""
+        return {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": self._meta(part),
+            "spec": {
+                "replicas": 1,
+                "strategy": {"type": "Recreate"},
+                "selector": self._selector(part),
+                "template": self._pod(part, container, grace_s=_STOP_S * 2),
+            },
+        }
+
     # Who reaches whom.
 
     def _policies(self) -> list[Tree]:
@@ -524,9 +585,10 @@ class _Manifests:
         from_server: list[Tree] = [{"from": [self._peer("server")]}] if weights else []
         both = [{"to": [self._peer("server")]}] if weights else []
         to_server: Tree = {"to": [self._peer("server")], "ports": [server]}
+        anywhere: list[Tree] = [{"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}]
         elsewhere: list[Tree] = []
         if self.settings.router.upstreams or self.settings.server.urls:
-            elsewhere = [{"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}]
+            elsewhere = anywhere
         peers: Tree = {"to": [self._peer("router")], "ports": [router]}
         outside = elsewhere if self.settings.server.urls else []
         rules: dict[str, tuple[list[Tree], list[Tree]]] = {
@@ -548,9 +610,20 @@ class _Manifests:
             ),
             "runner": ([], [dns, peers]),
         }
+        if has_archiver(self.settings):
+            copy_to = self.settings.trajectories.copy_to
+            copies = copy_to is not None and not copy_to.startswith("file:")
+            rules["archiver"] = ([], [dns, to_redis, *(anywhere if copies else [])])
+        if has_monitor(self.settings):
+            page: list[Tree] = []
+            if self.page_port is not None:
+                # Prometheus mostly has a namespace of its own.
+                page = [{"from": [{"namespaceSelector": {}}], "ports": [_port(self.page_port)]}]
+            rules["monitor"] = (page, [dns, to_redis, *(anywhere if self.has_webhook else [])])
         if self.has_redis:
+            users = [self._peer(part) for part in _TRUSTED if part in rules]
             rules["redis"] = (
-                [{"from": [self._peer(part) for part in _TRUSTED], "ports": [redis]}],
+                [{"from": users, "ports": [redis]}],
                 [],
             )
         return [
@@ -592,7 +665,15 @@ class _Manifests:
                 f"create {self.name}-redis --from-file=password="
                 '"${REDIS_PASSWORD_FILE:?give the file with the password of Redis}"\n'
             )
-        return _SECRETS.format(name=self.name, redis=redis, environment=environment)
+        webhook = ""
+        if self.has_webhook:
+            webhook = (
+                f"create {self.name}-webhook --from-file=url="
+                '"${ALARM_WEBHOOK_FILE:?give the file with the URL that alarms are posted to}"\n'
+            )
+        return _SECRETS.format(
+            name=self.name, redis=redis, webhook=webhook, environment=environment
+        )
 
 
 _POD_IP: Tree = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
@@ -615,7 +696,7 @@ if ! kubectl "${{options[@]}}" get secret {name}-keys > /dev/null 2>&1; then
     create {name}-keys \\
         --from-file=keys.json=<(printf "$keys" "$runner_key" "ol-admin-$(secret)" "$(secret)")
 fi
-{redis}{environment}"""
+{redis}{webhook}{environment}"""
 
 
 def _probe(path: str, port: int, *, failureThreshold: int) -> Tree:

@@ -12,6 +12,8 @@ from outloop.engine.launch.processes import refuse_grace
 
 TRAINER_PORT = 29500
 """Where the ranks of several trainer machines meet."""
+PAGE_PORT = 9100
+"""Of the page for Prometheus, where the settings leave it open."""
 RANKS_MODULE = ("-m", "--", "outloop.cli")
 """How torchrun is given the program: without `--` it takes our `--run` for one of its own options,
 which it lets people shorten."""
@@ -84,6 +86,29 @@ def apart(settings: Settings, *, redis_url: str | None, trainer_host: str) -> di
         given["publish.transport"] = "disk"
     elif settings.publish.transport == "collective":
         given["publish.host"] = trainer_host
+    return given
+
+
+def has_archiver(settings: Settings) -> bool:
+    """Whether trajectories are kept. Where the settings leave that to what is installed, they are:
+    an image of docker/Dockerfile has pyarrow."""
+    return settings.trajectories.enabled is not False
+
+
+def has_monitor(settings: Settings) -> bool:
+    """Whether somebody wants alarms or the page for Prometheus."""
+    return settings.alarms.enabled or settings.telemetry.prometheus_port is not None
+
+
+def watched(settings: Settings) -> dict[str, object]:
+    """Settings of archiver and monitor on several machines, by name: what is kept does not depend
+    on what an image holds, and the page is at a fixed port that others reach."""
+    given: dict[str, object] = {}
+    if has_archiver(settings):
+        given["trajectories.enabled"] = True
+    if settings.telemetry.prometheus_port is not None:
+        given["telemetry.prometheus_host"] = "0.0.0.0"
+        given["telemetry.prometheus_port"] = settings.telemetry.prometheus_port or PAGE_PORT
     return given
 
 

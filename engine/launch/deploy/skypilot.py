@@ -1,9 +1,9 @@
 """A run as a SkyPilot job group: `sky jobs launch FILE`.
 
-One task holds Redis and the router, one the trainer, and each server and each runner is a task of
-its own, so that a spot machine that is taken back is replaced alone. Tasks of a group reach each
-other as TASK-NODE.GROUP. They share the run's folder in a bucket; Redis writes its file on the disk
-of its machine. Secrets are declared and never written.
+One task holds Redis, the router, the archiver and the monitor, one the trainer, and each server and
+each runner is a task of its own, so that a spot machine that is taken back is replaced alone. Tasks
+of a group reach each other as TASK-NODE.GROUP. They share the run's folder in a bucket; Redis
+writes its file on the disk of its machine. Secrets are declared and never written.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from outloop.engine.launch.deploy.parts import (
     fingerprint,
     gpus_of_server,
     gpus_of_trainer_node,
+    has_archiver,
+    has_monitor,
     num_servers,
     override_words,
     ranks_of_node,
     refuse_certificates,
+    watched,
 )
 
 REDIS_PORT = 6379
@@ -37,6 +40,8 @@ SERVER_PORT = 30000
 _RUNS = "/outloop-runs"
 _KEYS = "/tmp/outloop-keys/keys.json"
 _RUNNER_KEY = "/tmp/outloop-keys/runner"
+_AGAIN_S = 5
+"""Before an archiver or a monitor that ended is started again."""
 PASSWORD_SECRET = "OUTLOOP_REDIS_PASSWORD"
 KEYS_SECRET = "OUTLOOP_KEYS"
 RUNNER_SECRET = "OUTLOOP_RUNNER_KEY"
@@ -86,7 +91,7 @@ class _JobGroup:
         self.has_redis = settings.buffer.redis_url is None
         url = f"redis://control-0.{self.name}:{REDIS_PORT}" if self.has_redis else None
         self.trainer_host = f"trainer-0.{self.name}"
-        given = apart(settings, redis_url=url, trainer_host=self.trainer_host)
+        given = apart(settings, redis_url=url, trainer_host=self.trainer_host) | watched(settings)
         given |= {"run.dir": _RUNS, "run.keys_file": _KEYS, "env.import_dir": "."}
         if self.has_redis:
             given["buffer.redis_password_env"] = PASSWORD_SECRET
@@ -155,7 +160,8 @@ class _JobGroup:
         return f"until test -f {shlex.quote(self.mark)}; do sleep 2; done"
 
     def _control(self) -> dict[str, Any]:
-        buffer, router = self.settings.buffer, self.settings.deploy.resources("router")
+        buffer, deploy = self.settings.buffer, self.settings.deploy
+        beside = [deploy.resources("router")]
         lines = self._write(_KEYS, KEYS_SECRET)
         if self.has_redis:
             lines += [
@@ -170,16 +176,26 @@ class _JobGroup:
             f"touch {shlex.quote(self.mark)}",
             f"outloop router --run {_RUNS}/{self.name} --port {ROUTER_PORT} "
             f"--advertise control-0.{self.name} &",
-            # Either of them ended: SkyPilot starts both again.
-            "wait -n",
         ]
+        watchers: list[tuple[Part, bool]] = [
+            ("archiver", has_archiver(self.settings)),
+            ("monitor", has_monitor(self.settings)),
+        ]
+        for part, is_wanted in watchers:
+            if is_wanted:
+                beside.append(deploy.resources(part))
+                # The run goes on without it, so that its end is not that of Redis and router.
+                command = f"outloop {part} --run {_RUNS}/{self.name}"
+                lines.append(f"while true; do {command} || true; sleep {_AGAIN_S}; done &")
+        # Redis or the router ended: SkyPilot starts all of them again.
+        lines.append("wait -n")
         return self._task(
             "control",
             lines,
             part="redis",
             secrets=self._trusted,
-            more_cpus=router.cpus,
-            more_memory_mb=router.memory_mb,
+            more_cpus=sum(given.cpus for given in beside),
+            more_memory_mb=sum(given.memory_mb for given in beside),
         )
 
     def _trainer(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from fakes.torchrun_words import program_of
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.run import keep_keys
 from outloop.buffer.settings import Settings, load_settings
+from outloop.cli import cli
 from outloop.engine.launch.deploy.kubernetes import kubernetes_files
 
 Tree = dict[str, Any]
@@ -45,7 +46,16 @@ PARTS = {
     "server": ("StatefulSet", "walk-server"),
     "trainer": ("JobSet", "walk"),
     "runner": ("Deployment", "walk-runner"),
+    "archiver": ("Deployment", "walk-archiver"),
+    "monitor": ("Deployment", "walk-monitor"),
 }
+
+
+def init_words(found: dict[tuple[str, str], Tree]) -> list[str]:
+    """The words of `outloop init` in the init Job."""
+    init = next(item for (kind, _), item in found.items() if kind == "Job")
+    line = pod_of(init)["containers"][0]["command"][2]
+    return shlex.split(line.partition(" && ")[0])
 
 
 @pytest.fixture
@@ -61,9 +71,10 @@ def test_every_object_follows_the_published_schema(
     written: Written, version: str, transport: str
 ) -> None:
     """Strictly: a field that does not exist is an error. A JobSet's job is held as a Job."""
-    settings, config = written(f"publish.transport={transport}")
+    page = "telemetry.prometheus_port=0"
+    settings, config = written(f"publish.transport={transport}", page)
     found = objects(kubernetes_files(settings, config))
-    assert len(found) > 15
+    assert len(found) > 20
     for item in found.values():
         if item["kind"] == "JobSet":
             job = item["spec"]["replicatedJobs"][0]["template"]
@@ -116,9 +127,7 @@ def test_what_init_is_given_are_settings(written: Written, tmp_path: Path) -> No
     """The flags of the init Job load, and lead where services and volumes are."""
     settings, config = written("trainer.num_steps=7", "publish.transport=collective")
     files = kubernetes_files(settings, config, ("trainer.num_steps=7",))
-    init = next(item for (kind, _), item in objects(files).items() if kind == "Job")
-    line = pod_of(init)["containers"][0]["command"][2]
-    words = shlex.split(line.partition(" && ")[0])
+    words = init_words(objects(files))
     assert words[:3] == ["outloop", "init", "/etc/outloop/run.toml"]
     (tmp_path / "again.toml").write_text(files["run.toml"])
     sets = tuple(word.removeprefix("--set=") for word in words[3:])
@@ -138,7 +147,7 @@ def test_parts_wait_for_the_run_of_these_settings(written: Written) -> None:
         found = objects(kubernetes_files(settings, config, (f"trainer.num_steps={steps}",)))
         init = next(item for (kind, _), item in found.items() if kind == "Job")
         made = pod_of(init)["containers"][0]["command"][2].rpartition(" ")[2]
-        for part in ("router", "server", "trainer", "runner"):
+        for part in PARTS.keys() - {"redis"}:
             (wait,) = pod_of(found[PARTS[part]])["initContainers"]
             assert f"test -f {made}" in wait["command"][2]
         marks.append((made, init["metadata"]["name"]))
@@ -163,7 +172,8 @@ def test_no_secret_is_in_a_file_and_each_part_has_its_own(written: Written) -> N
 
     assert secrets("runner") == {"walk-runner", "walk-environment:SEARCH_KEY"}
     assert secrets("router") == {"walk-redis", "walk-keys", "walk-environment:JUDGE_KEY"}
-    assert secrets("server") == secrets("trainer") == {"walk-redis", "walk-keys"}
+    for part in ("server", "trainer", "archiver", "monitor"):
+        assert secrets(part) == {"walk-redis", "walk-keys"}
     assert secrets("redis") == {"walk-redis"}
     made = set(re.findall(r"create (walk-[a-z]+) ", files["create_secrets.sh"]))
     assert made == {"walk-redis", "walk-keys", "walk-runner", "walk-environment"}
@@ -218,12 +228,99 @@ def test_only_the_router_is_reached_by_runners(cluster: dict[tuple[str, str], Tr
     out = {name: peers(spec["egress"], "to") for name, spec in policies.items()}
     assert into["walk-router"] == {("runner", 8000), ("router", 8000)}
     assert into["walk-server"] == {("router", 30000), ("trainer", 30000)}
-    assert {part for part, _ in into["walk-redis"]} == {"router", "server", "trainer", "init"}
+    assert {part for part, _ in into["walk-redis"]} == {*PARTS, "init"} - {"redis", "runner"}
     assert into["walk-runner"] == set()
     assert out["walk-runner"] == {("router", 8000)}
     assert out["walk-redis"] == set()
     for part in ("router", "server", "trainer"):
         assert ("redis", 6379) in out[f"walk-{part}"]
+    for part in ("archiver", "monitor"):
+        assert (into[f"walk-{part}"], out[f"walk-{part}"]) == (set(), {("redis", 6379)})
+        assert "0.0.0.0/0" not in str(policies[f"walk-{part}"])
+
+
+def test_what_looks_at_a_run_is_one_pod_that_may_write_its_folder(
+    cluster: dict[tuple[str, str], Tree],
+) -> None:
+    """Two archivers never at once; each has what it asks for, and its command is one of ours."""
+    for part, memory in (("archiver", "2048Mi"), ("monitor", "1024Mi")):
+        deployment = cluster[PARTS[part]]
+        assert deployment["spec"]["replicas"] == 1
+        assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+        (container,) = pod_of(deployment)["containers"]
+        assert container["resources"]["limits"] == {"memory": memory}
+        (runs,) = (mount for mount in container["volumeMounts"] if mount["name"] == "runs")
+        assert not runs["readOnly"]
+        assert container["command"] == ["outloop", part, "--run=/outloop/runs/walk"]
+        assert part in cli.commands
+    assert ("Service", "walk-monitor") not in cluster
+
+
+@pytest.mark.parametrize(("asked", "port"), [(0, 9100), (9464, 9464)])
+def test_the_page_for_prometheus_is_a_service(written: Written, asked: int, port: int) -> None:
+    """Open to the whole cluster, at the port that the monitor is told to listen on."""
+    settings, config = written(f"telemetry.prometheus_port={asked}")
+    found = objects(kubernetes_files(settings, config))
+    service = found["Service", "walk-monitor"]["spec"]
+    assert [entry["targetPort"] for entry in service["ports"]] == [port]
+    pod = found[PARTS["monitor"]]["spec"]["template"]
+    assert service["selector"] == pod["metadata"]["labels"]
+    (container,) = pod["spec"]["containers"]
+    assert [entry["containerPort"] for entry in container["ports"]] == [port]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/metrics", "port": port}
+    (rule,) = found["NetworkPolicy", "walk-monitor"]["spec"]["ingress"]
+    assert [entry["port"] for entry in rule["ports"]] == [port]
+    assert rule["from"] == [{"namespaceSelector": {}}]
+    sets = init_words(found)
+    assert {
+        '--set=telemetry.prometheus_host="0.0.0.0"',
+        f"--set=telemetry.prometheus_port={port}",
+    } <= {*sets}
+
+
+def test_what_nobody_wants_is_left_out(written: Written) -> None:
+    """No trajectories, no alarms and no page: neither a part nor a policy names them."""
+    settings, config = written("trajectories.enabled=false", "alarms.enabled=false")
+    files = kubernetes_files(settings, config)
+    assert not {"archiver.yaml", "monitor.yaml"} & files.keys()
+    assert "archiver" not in files["network.yaml"]
+    assert not [word for word in init_words(objects(files)) if "trajectories" in word]
+    settings, config = written()
+    assert "--set=trajectories.enabled=true" in init_words(
+        objects(kubernetes_files(settings, config))
+    )
+
+
+def test_archives_are_copied_and_alarms_posted_beyond_the_cluster(
+    written: Written, tmp_path: Path
+) -> None:
+    """The way out is open to the one that needs it; the webhook's address is a secret."""
+    settings, config = written('trajectories.copy_to="s3://bucket/walk"')
+    found = objects(kubernetes_files(settings, config))
+    policies = {name: str(item) for (kind, name), item in found.items() if kind == "NetworkPolicy"}
+    assert "0.0.0.0/0" in policies["walk-archiver"]
+    assert "0.0.0.0/0" not in policies["walk-monitor"]
+    settings, config = written(f'alarms.webhook_file="{tmp_path / "hook"}"')
+    files = kubernetes_files(settings, config)
+    found = objects(files)
+    policies = {name: str(item) for (kind, name), item in found.items() if kind == "NetworkPolicy"}
+    assert "0.0.0.0/0" in policies["walk-monitor"]
+    assert "0.0.0.0/0" not in policies["walk-archiver"]
+    assert "create walk-webhook --from-file=url=" in files["create_secrets.sh"]
+    init = next(item for (kind, _), item in found.items() if kind == "Job")
+    for item in (init, found[PARTS["monitor"]]):
+        (container,) = pod_of(item)["containers"]
+        assert "/keys/webhook" in {mount["mountPath"] for mount in container["volumeMounts"]}
+        names = {v["secret"]["secretName"] for v in pod_of(item)["volumes"] if "secret" in v}
+        assert "walk-webhook" in names
+    assert '--set=alarms.webhook_file="/keys/webhook/url"' in init_words(found)
+
+
+def test_a_runner_does_not_end_with_its_run(cluster: dict[tuple[str, str], Tree]) -> None:
+    """A Deployment would start it again and again; the flag is one that the command has."""
+    (container,) = pod_of(cluster[PARTS["runner"]])["containers"]
+    parsed = cli.commands["runner"].make_context("runner", container["command"][2:])
+    assert parsed.params["wait_when_finished"] is True
 
 
 def test_probes_drain_and_spot(cluster: dict[tuple[str, str], Tree]) -> None:

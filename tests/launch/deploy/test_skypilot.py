@@ -1,6 +1,7 @@
 """The job group for SkyPilot, by the fields that its loader reads."""
 
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 from fakes.torchrun_words import program_of
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, load_settings
+from outloop.cli import cli
 from outloop.engine.launch.deploy.skypilot import job_group
 
 Tree = dict[str, Any]
@@ -61,6 +63,31 @@ def test_the_commands_meet_at_the_group_s_names(written: Written, tmp_path: Path
     assert "--rdzv-endpoint=trainer-0.walk:29500" in tasks["trainer"]["run"]
     started = tasks["trainer"]["run"].strip().splitlines()[-1]
     assert program_of(shlex.split(started))[:3] == ["outloop.cli", "trainer", "--run"]
+
+
+def test_archiver_and_monitor_are_beside_the_router(written: Written) -> None:
+    """Started again when they end, without an end of Redis and router; on a machine that has room
+    for all; left out where the settings want neither."""
+    settings, config = written("telemetry.prometheus_port=0")
+    _, tasks = tasks_of(job_group(settings, config))
+    control = tasks["control"]
+    lines = control["run"].splitlines()
+    for part in ("archiver", "monitor"):
+        (line,) = (line for line in lines if f"outloop {part} --run /outloop-runs/walk" in line)
+        assert line.startswith("while true; do ")
+        assert line.endswith(" &")
+        assert lines.index(line) > next(n for n, one in enumerate(lines) if one.startswith("touch"))
+        assert part in cli.commands
+    assert lines[-1] == "wait -n"
+    assert (control["resources"]["cpus"], control["resources"]["memory"]) == ("4+", "9+")
+    for text in ("trajectories.enabled=true", "telemetry.prometheus_port=9100"):
+        assert f"--set={text}" in control["run"]
+    for task in tasks.values():
+        subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
+    settings, config = written("trajectories.enabled=false", "alarms.enabled=false")
+    _, tasks = tasks_of(job_group(settings, config))
+    assert "while" not in tasks["control"]["run"]
+    assert tasks["control"]["resources"]["cpus"] == "2+"
 
 
 def test_secrets_are_declared_and_not_written(written: Written) -> None:
