@@ -16,6 +16,7 @@ from outloop.buffer.redis.keys import key
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.run import load_run, load_run_settings
 from outloop.buffer.settings import load_settings
+from outloop.buffer.trajectories.reading import read_trajectories
 from outloop.engine.launch.run_entry import make_run
 
 Outloop = Callable[..., subprocess.Popen[str]]
@@ -31,7 +32,8 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 90.0) -> str:
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_parts_started_one_by_one_train(workspace: Path, outloop: Outloop) -> None:
-    """Redis on TCP with a password, weights by files, and a runner that has its own key only.
+    """Redis on TCP with a password, weights by files, an archiver, a monitor, and a runner that has
+    its own key only and waits when the run is finished.
 
     The paths of the other secrets are relative, so that they lead nowhere in the runner's folder.
     """
@@ -50,6 +52,8 @@ def test_parts_started_one_by_one_train(workspace: Path, outloop: Outloop) -> No
             stack.callback(part.kill)
             return part
 
+        archiver = start("archiver", "--run", str(run_dir))
+        monitor = start("monitor", "--run", str(run_dir))
         joins = ("--run", str(run_dir), "--advertise", "localhost")
         start("server", *joins)
         start("router", *joins)
@@ -60,11 +64,14 @@ def test_parts_started_one_by_one_train(workspace: Path, outloop: Outloop) -> No
         router_url = reader.registry.parts()["router"]["url"]
         runner = start(
             *("runner", "--run", ".", "--router-url", router_url),
-            *("--runner-key-file", "runner_key"),
+            *("--runner-key-file", "runner_key", "--wait-when-finished"),
             cwd=apart,
         )
         finish(trainer)
-        finish(runner)
+        for part in (runner, archiver, monitor):
+            assert part.poll() is None, part.communicate()
+            part.terminate()
+            finish(part)
         (server,) = reader.registry.servers()
         reader.close()
     assert router_url.startswith("http://localhost:")
@@ -72,6 +79,8 @@ def test_parts_started_one_by_one_train(workspace: Path, outloop: Outloop) -> No
     assert server.policy_version == 2
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/policy_version"] for row in rows if "train/loss" in row] == [1, 2]
+    # Two steps of four groups at least.
+    assert len(list(read_trajectories(run_dir / "trajectories"))) >= 16
 
 
 def load_run_at(workspace: Path, run_dir: Path):
