@@ -57,7 +57,7 @@ def processes_of(folder: Path) -> dict[str, psutil.Process]:
         if str(folder) not in " ".join(words) or process.info["status"] == psutil.STATUS_ZOMBIE:
             continue
         if words[1:3] == ["-m", "outloop.cli"]:
-            found[words[3]] = process
+            found[words[3] if words[3] not in found else f"another {words[3]}"] = process
         elif words[1:3] == ["-m", "outloop.engine.launch.supervisor.program"]:
             found["supervisor"] = process
     return found
@@ -77,6 +77,7 @@ def last_step(workspace: Path, read_metrics: ReadMetrics) -> Callable[[], float]
 def test_the_same_command_goes_on_over_living_parts(
     workspace: Path,
     write_config: WriteConfig,
+    outloop: Callable[..., subprocess.CompletedProcess[str]],
     read_metrics: ReadMetrics,
     allow: Callable[..., None],
     last_step: Callable[[], float],
@@ -85,21 +86,29 @@ def test_the_same_command_goes_on_over_living_parts(
     starts again what is killed then, each step is there once, and nothing is left."""
     write_config(steps=6, held_s=100)
     allow(1)
-    with launcher(workspace, 100) as first:
+    words = (100, "router.num_processes=2", "telemetry.view_port=0")
+    with launcher(workspace, *words) as first:
         wait_until(lambda: last_step() >= 1)
         first.kill()
     before = processes_of(workspace)
-    assert {*PARTS, "redis", "supervisor"} <= before.keys()
+    assert {*PARTS, "another router", "viewer", "redis", "supervisor"} <= before.keys()
+    status = outloop("status", "runs/tiny").stdout
+    assert (
+        f"parts wait for the next one as children of process {before['supervisor'].pid}" in status
+    )
     allow(3)
     wait_until(lambda: last_step() >= 3)
-    with launcher(workspace, 100) as second:
+    with launcher(workspace, *words) as second:
         assert second.stdout is not None
         said = [second.stdout.readline()]
         while "earlier launcher" not in said[-1]:
             assert said[-1], "".join(said)
             said.append(second.stdout.readline())
         assert processes_of(workspace) == before
+        before["another router"].kill()
         before["server"].kill()
+        wait_until(lambda: before["another router"] not in processes_of(workspace).values())
+        wait_until(lambda: "another router" in processes_of(workspace))
         wait_until(lambda: processes_of(workspace).get("server") not in (None, before["server"]))
         allow()
         output, _ = second.communicate(timeout=200)
