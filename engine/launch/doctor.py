@@ -182,7 +182,6 @@ def _python() -> Finding:
 
 _CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,
-    _redis,
     lambda: _package("torch", "train", required=True),
     lambda: _package("megatron-core", "train", required=True, tried=tuple(TRIED)),
     lambda: _package("renderers", "router", required=True),
@@ -194,6 +193,18 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     _shared_memory,
     _agent_sandbox,
 )
+
+
+def examine_machine(*, has_redis: bool = True) -> list[Finding]:
+    """What every run needs of this machine.
+
+    Args:
+        has_redis: False on a node of a cluster that would not hold the run's Redis.
+    """
+    findings = [check() for check in _CHECKS]
+    if has_redis:
+        findings.insert(1, _redis())
+    return findings
 
 
 def examine(
@@ -208,16 +219,16 @@ def examine(
         settings: of a run whose placement is shown too, and whether it can start here.
         trainer_python: the trainer's interpreter; None: this process's own.
     """
-    table = Table(title="outloop doctor", title_justify="left")
-    for heading in ("what", "found", "", "what to do"):
-        table.add_column(heading)
-    findings = [check() for check in _CHECKS]
+    own_redis = settings is None or settings.buffer.redis_url is None
+    findings = examine_machine(has_redis=own_redis)
     if settings is not None:
         findings += _placement(settings, trainer_python or Path(sys.executable))
         findings += examine_run(settings)
+    table = Table(title="outloop doctor", title_justify="left")
+    for heading in ("what", "found", "", "what to do"):
+        table.add_column(heading)
     for finding in findings:
-        mark = "ok" if finding.is_ok else "missing" if finding.is_required else "optional"
-        table.add_row(finding.what, finding.found, mark, finding.advice)
+        table.add_row(finding.what, finding.found, finding.mark, finding.advice)
     missing = [f.what for f in findings if f.is_required and not f.is_ok]
     out = console or Console()
     out.print(table)

@@ -1,6 +1,6 @@
 """What a run needs of the machine that it starts on, beside what every run needs.
 
-Each check looks and changes nothing. On a cluster run it on every machine.
+Each check looks and changes nothing. On a cluster every node is examined (`launch/nodes`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import httpx
 from packaging.requirements import Requirement
-from rich.markup import escape
 
 from outloop.buffer.errors import BufferUnavailable, OutloopError, SettingsError
 from outloop.buffer.redis.client import connect_sync, of_run, translated
@@ -24,51 +23,45 @@ from outloop.buffer.redis.keys import shard_tags
 from outloop.buffer.redis.requirements import read_server
 from outloop.buffer.run import read_secret, with_access
 from outloop.buffer.settings import Settings
-from outloop.engine.launch.finding import Finding
+from outloop.engine.launch.finding import Finding, bad, good
 from outloop.engine.launch.settings_checks import check_settings
 from outloop.engine.port_reservation import hold_port
 
 _REDIS_TIMEOUT_S = 5.0
 _MAX_ROUND_TRIP_S = 0.05
-_MAX_CLOCK_SKEW_S = 2.0
+MAX_CLOCK_SKEW_S = 2.0
+"""What clocks may differ by: deadlines and times in logs are compared between machines."""
 _HEALTH_TIMEOUT_S = 5.0
 _BYTES_OF_STATE = 12
 """For each parameter a checkpoint holds a float32 weight and two float32 moments."""
 _GB = 1e9
 
 
-def examine_run(settings: Settings) -> Iterator[Finding]:
-    """Every finding, in the order in which a run would fail."""
+def examine_run(settings: Settings, *, has_routers: bool = True) -> Iterator[Finding]:
+    """Every finding, in the order in which a run would fail.
+
+    Args:
+        has_routers: the routers would be here: their port, the keys of their upstreams and servers
+            that were started elsewhere matter. False on a node of a cluster with other parts only.
+    """
     yield _packages()
     yield _checked("settings", lambda: check_settings(settings), "model, tasks and code load")
     yield from _redis(settings)
     yield from _shards(settings)
-    yield from _ports(settings)
-    yield from _keys(settings)
-    yield from _servers(settings)
+    if has_routers:
+        yield from _ports(settings)
+        yield from _upstream_keys(settings)
+        yield from _servers(settings)
+    yield from _server_key(settings)
     yield _disk(settings)
-
-
-def _good(what: str, found: str) -> Finding:
-    return Finding(what=escape(what), found=escape(found), is_ok=True, is_required=True)
-
-
-def _bad(what: str, found: str, advice: str, *, is_required: bool = True) -> Finding:
-    return Finding(
-        what=escape(what),
-        found=escape(found),
-        is_ok=False,
-        is_required=is_required,
-        advice=escape(advice),
-    )
 
 
 def _checked(what: str, check: Callable[[], object], found: str) -> Finding:
     try:
         check()
     except OutloopError as error:
-        return _bad(what, "refused", str(error))
-    return _good(what, found)
+        return bad(what, "refused", str(error))
+    return good(what, found)
 
 
 def _packages() -> Finding:
@@ -90,12 +83,12 @@ def _packages() -> Finding:
         if not requirement.specifier.contains(version, prereleases=True):
             wrong.append(f"{requirement.name} {version}, wanted {requirement.specifier}")
     if wrong:
-        return _bad(
+        return bad(
             "packages",
             "; ".join(dict.fromkeys(wrong)),
             "install outloop again into an environment of its own",
         )
-    return _good("packages", "the releases that outloop asks for")
+    return good("packages", "the releases that outloop asks for")
 
 
 def _redis(settings: Settings) -> Iterator[Finding]:
@@ -107,7 +100,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
     try:
         client = connect_sync(with_access(url, settings.buffer), timeout_s=_REDIS_TIMEOUT_S)
     except SettingsError as error:
-        yield _bad(what, "refused", str(error))
+        yield bad(what, "refused", str(error))
         return
     with closing(client):
         try:
@@ -117,10 +110,10 @@ def _redis(settings: Settings) -> Iterator[Finding]:
                 seconds, microseconds = client.time()
             after = time.time()
         except BufferUnavailable as error:
-            yield _bad(what, "away", str(error))
+            yield bad(what, "away", str(error))
             return
     if server is None:
-        yield _bad(
+        yield bad(
             what,
             "its user may not ask INFO",
             "check by hand: 6.2 or newer, appendonly yes, maxmemory-policy noeviction",
@@ -129,28 +122,28 @@ def _redis(settings: Settings) -> Iterator[Finding]:
     else:
         yield _checked(what, server.check, f"Redis {server.version}")
         if not server.keeps_log:
-            yield _bad(
+            yield bad(
                 what,
                 "appendonly=no",
                 "what it acknowledged is lost when it ends; set appendonly to yes",
                 is_required=False,
             )
     if after - before > _MAX_ROUND_TRIP_S:
-        yield _bad(
+        yield bad(
             what,
             f"{(after - before) * 1e3:.0f} ms for a command",
             "every turn waits for several; put Redis near the routers",
             is_required=False,
         )
     skew_s = seconds + microseconds / 1e6 - (before + after) / 2
-    if abs(skew_s) > _MAX_CLOCK_SKEW_S + (after - before):
-        yield _bad(
+    if abs(skew_s) > MAX_CLOCK_SKEW_S + (after - before):
+        yield bad(
             "clock",
             f"{skew_s:+.1f} s against Redis",
             "deadlines and times in the logs disagree between machines; run NTP",
             is_required=False,
         )
-    yield _good(what, f"{(after - before) * 1e3:.1f} ms for a command")
+    yield good(what, f"{(after - before) * 1e3:.1f} ms for a command")
 
 
 def _shards(settings: Settings) -> Iterator[Finding]:
@@ -170,7 +163,7 @@ def _shards(settings: Settings) -> Iterator[Finding]:
             try:
                 server = read_server(client)
             except BufferUnavailable as error:
-                yield _bad(what, "away", str(error))
+                yield bad(what, "away", str(error))
                 continue
         if server is not None:
             yield _checked(what, server.check, f"Redis {server.version}")
@@ -186,25 +179,29 @@ def _ports(settings: Settings) -> Iterator[Finding]:
     try:
         hold_port(router.host, router.port, is_shared=shares).close()
     except OSError as error:
-        yield _bad(
+        yield bad(
             what,
             f"cannot listen on {router.host}: {error.strerror}",
             "stop what listens there, or change router.host and router.port (0: any free one)",
         )
     else:
-        yield _good(what, f"free on {router.host}")
+        yield good(what, f"free on {router.host}")
 
 
-def _keys(settings: Settings) -> Iterator[Finding]:
-    """Secrets that the settings only name."""
+def _upstream_keys(settings: Settings) -> Iterator[Finding]:
+    """Keys of upstreams, whose variables the settings only name."""
     for name, upstream in settings.router.upstreams.items():
         variable = upstream.api_key_env
         if variable is not None and not os.environ.get(variable):
-            yield _bad(
+            yield bad(
                 f"router.upstreams.{name}",
                 f"{variable} is not set",
                 f"export {variable}, the key of {upstream.base_url}",
             )
+
+
+def _server_key(settings: Settings) -> Iterator[Finding]:
+    """The key of servers, whose file the settings only name."""
     path = settings.server.api_key_file
     if path is not None:
         yield _checked(
@@ -218,12 +215,12 @@ def _servers(settings: Settings) -> Iterator[Finding]:
         try:
             answer = httpx.get(f"{url.rstrip('/')}/health", timeout=_HEALTH_TIMEOUT_S)
         except httpx.HTTPError as error:
-            yield _bad(url, f"{type(error).__name__}: {error}", "start it, or correct server.urls")
+            yield bad(url, f"{type(error).__name__}: {error}", "start it, or correct server.urls")
             continue
         if answer.is_success:
-            yield _good(url, "answers")
+            yield good(url, "answers")
         else:
-            yield _bad(url, f"/health answers {answer.status_code}", "see its log")
+            yield bad(url, f"/health answers {answer.status_code}", "see its log")
 
 
 def _disk(settings: Settings) -> Finding:
@@ -232,15 +229,20 @@ def _disk(settings: Settings) -> Finding:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    weights = sum(path.stat().st_size for path in settings.model.path.glob("model*.safetensors"))
-    parameters = weights / _bytes_of_weight(settings.model.path)
+    parameters, weights = size_of_model(settings)
     wanted = parameters * _BYTES_OF_STATE * (settings.trainer.keep_checkpoints + 1) + weights
     text = f"{free / _GB:.0f} GB free in {folder}, about {wanted / _GB:.1f} GB for checkpoints"
     if free < wanted:
-        return _bad(
+        return bad(
             "disk", text, "free some, lower trainer.keep_checkpoints, or choose another run.dir"
         )
-    return _good("disk", text)
+    return good("disk", text)
+
+
+def size_of_model(settings: Settings) -> tuple[float, int]:
+    """How many parameters the files of the model have, and their bytes."""
+    weights = sum(path.stat().st_size for path in settings.model.path.glob("model*.safetensors"))
+    return weights / _bytes_of_weight(settings.model.path), weights
 
 
 def _bytes_of_weight(folder: Path) -> int:

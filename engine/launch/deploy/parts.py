@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.settings import Settings
+from outloop.buffer.settings import Settings, build_settings
 from outloop.engine.launch.processes import refuse_grace
 
 TRAINER_PORT = 29500
@@ -110,6 +110,19 @@ def watched(settings: Settings) -> dict[str, object]:
         given["telemetry.prometheus_host"] = "0.0.0.0"
         given["telemetry.prometheus_port"] = settings.telemetry.prometheus_port or PAGE_PORT
     return given
+
+
+def with_given(settings: Settings, given: Mapping[str, object], *, engine: str) -> Settings:
+    """The settings with those of `given`, by section.name, in place of their own.
+
+    Raises:
+        SettingsError: one of them is refused; `engine` is named in the sentence.
+    """
+    tree = settings.model_dump(mode="json")
+    for name, value in given.items():
+        section, _, field = name.partition(".")
+        tree[section][field] = value
+    return build_settings(tree, source=f"on={engine!r}")
 
 
 def refuse_certificates(settings: Settings) -> None:

@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -26,7 +26,7 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.redis.client import wait_for_redis
 from outloop.buffer.run import make_run_folder, with_access
-from outloop.buffer.settings import Settings, build_settings
+from outloop.buffer.settings import Settings
 from outloop.engine.launch.child_process import PartProcess
 from outloop.engine.launch.deploy.parts import (
     apart,
@@ -34,6 +34,7 @@ from outloop.engine.launch.deploy.parts import (
     gpus_of_trainer_node,
     num_servers,
     ranks_of_node,
+    with_given,
 )
 from outloop.engine.port_reservation import hold_port
 
@@ -111,11 +112,17 @@ class RayPlacement:
             numbers = [numbers[int(name.rpartition("-")[2])]]
         if part == "server":
             options = ["--advertise"]
-        return [
-            *(sys.executable, "-m", "outloop.engine.launch.deploy.ray_part"),
-            *("--address", self._address, "--group", self._group, "--name", name),
-            *("--bundles", ",".join(map(str, numbers)), *options, "--", *command),
-        ]
+        place = bundle_command(self._address, self._group, name, numbers)
+        return [*place, *options, "--", *command]
+
+
+def bundle_command(address: str, group: str, name: str, numbers: Sequence[int]) -> list[str]:
+    """The beginning of the command line that runs a program in bundles; see `ray_part`."""
+    return [
+        *(sys.executable, "-m", "outloop.engine.launch.deploy.ray_part"),
+        *("--address", address, "--group", group, "--name", name),
+        *("--bundles", ",".join(map(str, numbers))),
+    ]
 
 
 def is_ray_installed() -> bool:
@@ -136,6 +143,41 @@ def placed_by_ray(
         SettingsError: Ray is not installed, or the cluster has not what the run needs.
         DeadlineExceeded: the cluster had no room within server.start_timeout_s.
     """
+    with reserved_on_ray(settings, is_installed=is_installed) as held:
+        given = apart(settings, redis_url=None, trainer_host=_host_of_trainer(settings, held.group))
+        with ExitStack() as stack:
+            if settings.buffer.redis_url is None:
+                given |= stack.enter_context(_redis(settings, held.host))
+            placed = with_given(settings, given, engine="ray")
+            placement = RayPlacement(
+                placed, address=held.address, group=held.group_name, host=held.host
+            )
+            yield placed, placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayReservation:
+    """What all parts of a run need, held in a cluster."""
+
+    address: str
+    """Of the cluster, as HOST:PORT."""
+    group: Any
+    """The placement group, whose bundles are those of `bundles_of`."""
+    group_name: str
+    host: str
+    """The address of this machine."""
+
+
+@contextmanager
+def reserved_on_ray(
+    settings: Settings, *, is_installed: Callable[[], bool] = is_ray_installed
+) -> Iterator[RayReservation]:
+    """Join the cluster and hold what the run's parts need; frees all at the end.
+
+    Raises:
+        SettingsError: as `placed_by_ray`.
+        DeadlineExceeded: as `placed_by_ray`.
+    """
     if not is_installed():
         raise SettingsError(
             "on='ray' needs the package ray, which is not installed; run pip install 'outloop[ray]'"
@@ -150,11 +192,7 @@ def placed_by_ray(
         name = f"{settings.run.name}-{secrets.token_hex(4)}"
         group = _reserve(settings, name)
         stack.callback(ray.util.remove_placement_group, group)
-        given = apart(settings, redis_url=None, trainer_host=_host_of_trainer(settings, group))
-        if settings.buffer.redis_url is None:
-            given |= stack.enter_context(_redis(settings, host))
-        settings = _with(settings, given)
-        yield settings, RayPlacement(settings, address=address, group=name, host=host)
+        yield RayReservation(address=address, group=group, group_name=name, host=host)
 
 
 def _join_cluster(bundles: Sequence[Bundle]) -> None:
@@ -263,17 +301,10 @@ def _redis(settings: Settings, host: str) -> Iterator[dict[str, object]]:
             {},
         )
         try:
-            url = with_access(str(given["buffer.redis_url"]), _with(settings, given).buffer)
+            url = with_access(
+                str(given["buffer.redis_url"]), with_given(settings, given, engine="ray").buffer
+            )
             wait_for_redis(url, _REDIS_TIMEOUT_S)
             yield given
         finally:
             process.stop(_REDIS_STOP_TIMEOUT_S)
-
-
-def _with(settings: Settings, given: Mapping[str, object]) -> Settings:
-    """The settings with those of `given`, by section.name, in place of their own."""
-    tree = settings.model_dump(mode="json")
-    for name, value in given.items():
-        section, _, field = name.partition(".")
-        tree[section][field] = value
-    return build_settings(tree, source="on='ray'")

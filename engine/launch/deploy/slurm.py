@@ -217,7 +217,7 @@ def batch_script(settings: Settings, config: Path, overrides: Sequence[str]) -> 
     """
     run_dir = (settings.run.dir / settings.run.name).absolute()
     deploy, found = settings.deploy, components(settings)
-    raw = [_option(name, value) for name, value in deploy.slurm.items()]
+    raw = [raw_option(name, value) for name, value in deploy.slurm.items()]
     head = [
         f"--job-name={settings.run.name}",
         f"--output={run_dir}/slurm-%j.log",
@@ -267,7 +267,8 @@ def batch_script(settings: Settings, config: Path, overrides: Sequence[str]) -> 
     return "\n".join(lines) + "\n" + body
 
 
-def _option(name: str, value: object) -> str:
+def raw_option(name: str, value: object) -> str:
+    """One of deploy.slurm as sbatch and salloc spell it."""
     flag = f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag}={value}"
 

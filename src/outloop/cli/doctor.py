@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
+
+from outloop.cli.options import ENGINES
 
 
 @click.command()
@@ -22,8 +25,18 @@ import click
     metavar="PATH",
     help="Show also whether the run of this settings file can start here, and who gets which GPU.",
 )
-def doctor(run_dir: Path | None, config: Path | None) -> None:
+@click.option(
+    "--on",
+    type=ENGINES,
+    default="here",
+    show_default=True,
+    help="With --config: examine every node that the run would use. ray: of a Ray cluster; slurm: "
+    "of this job, or of an allocation of the run's shape.",
+)
+def doctor(run_dir: Path | None, config: Path | None, on: Literal["here", "slurm", "ray"]) -> None:
     """Show what is installed, what is missing and what this machine can run."""
+    if on != "here" and config is None:
+        raise click.UsageError(f"--on {on} needs --config PATH: the run whose nodes are examined")
     if run_dir is not None:
         from outloop.buffer.cli.buffer import show_drift
 
@@ -35,4 +48,8 @@ def doctor(run_dir: Path | None, config: Path | None) -> None:
         from outloop.buffer.settings import load_settings
 
         settings = load_settings(config)
+        if on != "here":
+            from outloop.engine.launch.nodes.examination import examine_run_nodes
+
+            sys.exit(examine_run_nodes(settings, config, on))
     sys.exit(examine(settings=settings))

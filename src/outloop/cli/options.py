@@ -57,6 +57,8 @@ ADVERTISE = click.option(
     metavar="HOST",
     help="Name or address at which other machines reach this one.",
 )
+ENGINES = click.Choice(["here", "slurm", "ray"])
+"""Where parts of a run are started."""
 
 
 def print_table(table: Table) -> None:

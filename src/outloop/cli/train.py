@@ -9,7 +9,7 @@ from typing import Literal
 
 import click
 
-from outloop.cli.options import CONFIG, SET
+from outloop.cli.options import CONFIG, ENGINES, SET
 
 
 @click.command()
@@ -25,7 +25,7 @@ from outloop.cli.options import CONFIG, SET
 @click.option("--single-process", is_flag=True, help="All parts in this process, for a debugger.")
 @click.option(
     "--on",
-    type=click.Choice(["here", "slurm", "ray"]),
+    type=ENGINES,
     default="here",
     show_default=True,
     help="ray: on the nodes of a Ray cluster; slurm: inside a job of `outloop submit slurm`.",

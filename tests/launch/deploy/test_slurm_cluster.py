@@ -5,6 +5,7 @@ They run as root, on loopback, with their files in a folder of the test.
 
 import json
 import os
+import re
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -98,10 +99,8 @@ def output_of_sinfo() -> str:
     return answer.stdout
 
 
-def test_a_run_is_queued_again_before_its_time_is_up_and_finishes(
-    cluster: None, tmp_path: Path
-) -> None:
-    """The notice makes a checkpoint, the job goes back to the queue, and each step is made once."""
+def write(tmp_path: Path) -> Path:
+    """A user's folder whose parts need one CPU each."""
     write_policy(tmp_path / "model-files", 0)
     folder = tmp_path / "user"
     folder.mkdir()
@@ -110,6 +109,34 @@ def test_a_run_is_queued_again_before_its_time_is_up_and_finishes(
     rows = [f"{part} = {{cpus = 1, memory_mb = {mb}}}" for part, mb in sizes.items()]
     with (folder / "run.toml").open("a") as file:
         file.write("[deploy.parts]\n" + "\n".join(rows) + "\n")
+    return folder
+
+
+def test_doctor_examines_every_node_of_an_allocation(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the run's shape; it is given back, and nothing is made."""
+    folder = write(tmp_path)
+    monkeypatch.setenv("COLUMNS", "250")
+    doctor = ("doctor", "--config", "run.toml", "--on", "slurm")
+    answer = user_folder.run(folder, *doctor, timeout_s=200)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    places = {f"n{n}": part for n, part in enumerate(("control", "server", "trainer", "runner"))}
+    for node, part in places.items():
+        assert f"{node}: {part}\n" in answer.stdout
+    assert re.search(r"redis server +│ n0 ", answer.stdout)
+    assert re.search(r"settings +│ all +│ model, tasks and code load", answer.stdout)
+    assert re.search(r"bandwidth +│ all +│ gloo, from n2: [0-9.e-]+ GB/s to n1", answer.stdout)
+    assert "this run can start on these 4 nodes" in answer.stdout
+    assert not (folder / "runs").exists()
+    wait_until("an empty queue", lambda: output("squeue", "-h") == "", 60)
+
+
+def test_a_run_is_queued_again_before_its_time_is_up_and_finishes(
+    cluster: None, tmp_path: Path
+) -> None:
+    """The notice makes a checkpoint, the job goes back to the queue, and each step is made once."""
+    folder = write(tmp_path)
     answer = user_folder.run(folder, "submit", "slurm", "run.toml", timeout_s=120)
     assert answer.returncode == 0, answer.stderr
     job = answer.stdout.split()[-1]

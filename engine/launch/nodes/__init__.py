@@ -1,0 +1,1 @@
+"""`outloop doctor --on`: the same findings on every node of a run, and what exists between them."""
