@@ -75,4 +75,5 @@ def test_the_wheel_holds_the_data_files() -> None:
     names = {p.name for p in files("outloop.buffer.redis").joinpath("scripts").iterdir()}
     assert any(name.endswith(".lua") for name in names)
     assert files("outloop").joinpath("py.typed").is_file()
+    assert files("outloop").joinpath("requirements.lock").is_file()
     assert files("outloop.engine.serve.sglang").joinpath("requirements-cpu.txt").is_file()

@@ -7,7 +7,9 @@ from contextlib import closing
 from outloop.buffer.errors import BufferUnavailable, SettingsError
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.redis.keys import hash_tag, shard_tags
 from outloop.buffer.redis.requirements import read_server
+from outloop.buffer.redis.rights import check_rights
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.trajectories import TrajectorySettings
@@ -15,17 +17,20 @@ from outloop.buffer.trajectories.trained import keeps_trajectories
 
 
 def enter(run: Run) -> None:
-    """Create the run in Redis, if that can hold it.
+    """Create the run in Redis, if that can hold it and our user may use it.
 
     Raises:
         SettingsError: it cannot, or a setting differs that a run cannot change.
         BufferUnavailable: it does not answer.
     """
-    for url in (run.redis_url, *run.shard_urls):
+    shards = shard_tags(run.run_id, run.settings.buffer.shards)
+    tags = (hash_tag(run.run_id), *shards)
+    for url, tag in zip((run.redis_url, *run.shard_urls), tags, strict=True):
         with closing(connect_sync(url)) as client:
             server = read_server(client)
-        if server is not None:
-            server.check()
+            if server is not None:
+                server.check()
+            check_rights(client, tag)
     init_run(run)
 
 

@@ -6,12 +6,14 @@ Each check looks and changes nothing. On a cluster every node is examined (`laun
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from importlib import metadata
+from functools import partial
+from importlib import metadata, resources
 from pathlib import Path
 
 import httpx
@@ -19,8 +21,9 @@ from packaging.requirements import Requirement
 
 from outloop.buffer.errors import BufferUnavailable, OutloopError, SettingsError
 from outloop.buffer.redis.client import connect_sync, of_run, translated
-from outloop.buffer.redis.keys import shard_tags
+from outloop.buffer.redis.keys import hash_tag, shard_tags
 from outloop.buffer.redis.requirements import read_server
+from outloop.buffer.redis.rights import check_rights
 from outloop.buffer.run import read_secret, with_access
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.finding import Finding, bad, good
@@ -35,6 +38,10 @@ _HEALTH_TIMEOUT_S = 5.0
 _BYTES_OF_STATE = 12
 """For each parameter a checkpoint holds a float32 weight and two float32 moments."""
 _GB = 1e9
+_PLATFORM_OF_LOCK = ("Linux", "x86_64", ("3", "11"))
+_LOCKED = re.compile(r"([a-z0-9-]+)==(\S+) ")
+_MAX_SHOWN = 5
+_HAS_RIGHTS = "its user has the rights that a run needs"
 
 
 def examine_run(settings: Settings, *, has_routers: bool = True) -> Iterator[Finding]:
@@ -45,6 +52,7 @@ def examine_run(settings: Settings, *, has_routers: bool = True) -> Iterator[Fin
             that were started elsewhere matter. False on a node of a cluster with other parts only.
     """
     yield _packages()
+    yield from _lock()
     yield _checked("settings", lambda: check_settings(settings), "model, tasks and code load")
     yield from _redis(settings)
     yield from _shards(settings)
@@ -91,20 +99,63 @@ def _packages() -> Finding:
     return good("packages", "the releases that outloop asks for")
 
 
+def _lock() -> Iterator[Finding]:
+    """Installed packages against requirements.lock, which is for one platform."""
+    here = (platform.system(), platform.machine(), platform.python_version_tuple()[:2])
+    if here != _PLATFORM_OF_LOCK:
+        return
+    found = [_LOCKED.match(line) for line in _lock_text().splitlines()]
+    locked = {match[1]: match[2] for match in found if match}
+    other, num_same = [], 0
+    for name, release in locked.items():
+        try:
+            installed = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            # Of an extra that is not used here.
+            continue
+        if installed == release:
+            num_same += 1
+        else:
+            other.append(f"{name} {installed} (lock: {release})")
+    if not other:
+        yield good("requirements.lock", f"{num_same} packages, each in the release of the lock")
+        return
+    more = f" and {len(other) - _MAX_SHOWN} others" if len(other) > _MAX_SHOWN else ""
+    yield bad(
+        "requirements.lock",
+        ", ".join(other[:_MAX_SHOWN]) + more,
+        "the tests ran with the releases of the lock; pip install --no-deps -r requirements.lock "
+        "in a checkout installs them",
+        is_required=False,
+    )
+
+
+def _lock_text() -> str:
+    return resources.files("outloop").joinpath("requirements.lock").read_text()
+
+
 def _redis(settings: Settings) -> Iterator[Finding]:
     """The given Redis: reached, durable, keeping everything, near, and of one mind about time."""
     url = settings.buffer.redis_url
     if url is None:
         return
     what = "buffer.redis_url"
+    # That of the run would be in the same part of a cluster, or in another one alike.
+    tag = hash_tag(settings.run.name)
     try:
-        client = connect_sync(with_access(url, settings.buffer), timeout_s=_REDIS_TIMEOUT_S)
+        access = of_run(with_access(url, settings.buffer), tag)
+        client = connect_sync(access, timeout_s=_REDIS_TIMEOUT_S)
     except SettingsError as error:
         yield bad(what, "refused", str(error))
         return
     with closing(client):
         try:
             server = read_server(client)
+            rights = _checked(
+                what,
+                partial(check_rights, client, tag),
+                _HAS_RIGHTS,
+            )
             before = time.time()
             with translated("reading its clock"):
                 seconds, microseconds = client.time()
@@ -112,6 +163,7 @@ def _redis(settings: Settings) -> Iterator[Finding]:
         except BufferUnavailable as error:
             yield bad(what, "away", str(error))
             return
+    yield rights
     if server is None:
         yield bad(
             what,
@@ -165,8 +217,9 @@ def _shards(settings: Settings) -> Iterator[Finding]:
             except BufferUnavailable as error:
                 yield bad(what, "away", str(error))
                 continue
-        if server is not None:
-            yield _checked(what, server.check, f"Redis {server.version}")
+            if server is not None:
+                yield _checked(what, server.check, f"Redis {server.version}")
+            yield _checked(what, partial(check_rights, client, tag), _HAS_RIGHTS)
 
 
 def _ports(settings: Settings) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 import io
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,11 @@ from outloop.engine.launch.doctor import examine
 from outloop.engine.launch.launcher import running
 from outloop.engine.models.random_init import write_policy
 
+RIGHTS = (
+    *("resetkeys", "~{*", "resetchannels", "&{*", "-@all", "+@read", "+@write", "+@connection"),
+    *("+@scripting", "+@blocking", "+@pubsub", "+time", "+multi", "+exec", "-@dangerous"),
+)
+"""As docs/buffer-keys.md gives them."""
 Report = Callable[..., tuple[int, str]]
 
 
@@ -115,23 +120,40 @@ def test_each_shard_of_a_cluster_is_looked_at(report: Report, tmp_path: Path) ->
 def test_a_redis_whose_user_may_not_ask_is_to_be_checked_by_hand(
     report: Report, server: tuple[str, redis.Redis], tmp_path: Path
 ) -> None:
-    url, client = server
-    client.acl_setuser(
-        "few",
-        enabled=True,
-        passwords="+word",
-        keys="*",
-        channels="*",
-        categories=["+@read", "+@write", "+@connection"],
-        commands=["+time"],
-    )
-    (tmp_path / "password").write_text("word")
-    address = url.replace("unix://", "unix://few@")
-    code, text = report(
-        f"buffer.redis_url={address}", f"buffer.redis_password_file={tmp_path}/password"
-    )
+    code, text = report(*as_user(server, tmp_path, RIGHTS))
     assert code == 0, text
-    assert "appendonly yes" in row(text, "buffer.redis_url")
+    assert "appendonly yes" in text
+    assert "has the rights that a run needs" in text
+
+
+def test_a_redis_whose_user_may_not_do_what_a_run_does_is_refused(
+    report: Report, server: tuple[str, redis.Redis], tmp_path: Path
+) -> None:
+    """By the doctor and at the start, with the commands; nothing is written to find out."""
+    rights = [right for right in RIGHTS if right != "+@pubsub"] + ["-zadd"]
+    overrides = as_user(server, tmp_path, rights)
+    code, text = report(*overrides)
+    assert code == 1
+    assert "its user may not ZADD, PUBLISH, SUBSCRIBE keys and channels" in text
+    settings = load_settings(Path("run.toml"), overrides)
+    started = running(settings, threading.Event())
+    with pytest.raises(SettingsError, match="may not ZADD, PUBLISH, SUBSCRIBE"), started:
+        pass
+    assert report(*as_user(server, tmp_path, [*rights, "-multi"]))[0] == 1
+    assert server[1].dbsize() == 0
+
+
+def as_user(
+    server: tuple[str, redis.Redis], tmp_path: Path, rights: Sequence[str]
+) -> tuple[str, str]:
+    """Overrides for a run whose user of this Redis has these rights alone."""
+    url, client = server
+    client.execute_command("ACL", "SETUSER", "few", "reset", "on", ">word", *rights)
+    (tmp_path / "password").write_text("word")
+    return (
+        f"buffer.redis_url={url.replace('unix://', 'unix://few@')}",
+        f"buffer.redis_password_file={tmp_path}/password",
+    )
 
 
 def test_a_redis_that_does_not_answer_is_named(report: Report, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Nothing of the run is started: each node is given one task, by a step of its own
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from outloop.engine.launch.deploy.run_nodes import RunNode
 from outloop.engine.launch.deploy.slurm import Component, components, raw_option
 from outloop.engine.parent_death import die_with_parent
 
-_SCONTROL_TIMEOUT_S = 60.0
+_ASK_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0
 _TIME_LIMIT = "--time=00:15:00"
 """Of an allocation that is only looked at, whatever deploy.slurm says: short ones come earlier."""
@@ -86,7 +87,7 @@ def _hostnames(nodes: str) -> list[str]:
         ["scontrol", "show", "hostnames", nodes],
         capture_output=True,
         text=True,
-        timeout=_SCONTROL_TIMEOUT_S,
+        timeout=_ASK_TIMEOUT_S,
         check=False,
     )
     if answer.returncode:
@@ -97,65 +98,89 @@ def _hostnames(nodes: str) -> list[str]:
     return answer.stdout.split()
 
 
-def allocation_words(settings: Settings) -> list[str]:
-    """salloc and its options for a job of the run's shape, without the program.
+def allocation_words(settings: Settings, name: str) -> list[str]:
+    """salloc and its options for a job `name` of the run's shape, without the program.
 
     Raises:
         SettingsError: as `components`.
     """
     deploy = settings.deploy
     raw = [
-        raw_option(name, value)
-        for name, value in deploy.slurm.items()
-        if name.replace("_", "-") != "time"
+        raw_option(option, value)
+        for option, value in deploy.slurm.items()
+        if option.replace("_", "-") != "time"
     ]
-    words = ["salloc", f"--job-name=doctor-{settings.run.name}"]
+    words = ["salloc", f"--job-name={name}"]
     for number, component in enumerate(components(settings)):
         words += [":"] if number else []
         words += [*component.options(deploy.gpu_type), *raw, _TIME_LIMIT]
     return words
 
 
-def run_in_allocation(settings: Settings, program: Sequence[str], *, timeout_s: float) -> int:
+def run_in_allocation(
+    settings: Settings, program: Sequence[str], *, queue_timeout_s: float, timeout_s: float
+) -> int:
     """Run `program` here, inside an allocation of the run's shape, and give that back.
 
     What salloc and the program print goes to this process's own output.
 
     Args:
-        timeout_s: for the wait in the queue and the program together.
+        queue_timeout_s: for the wait in Slurm's queue.
+        timeout_s: for the program after that.
 
     Returns:
         The program's exit code; 1 where Slurm refused the allocation, which salloc then says.
 
     Raises:
         SettingsError: there is no salloc, or as `components`.
-        DeadlineExceeded: the time was up; the allocation is given back, the request withdrawn.
+        DeadlineExceeded: a time was up; the allocation is given back, the request withdrawn.
     """
     if shutil.which("salloc") is None:
         raise SettingsError(
             "salloc is not on PATH: this machine is no login machine of a Slurm cluster; run "
             "doctor there, or without --on for this machine alone"
         )
-    command = [*allocation_words(settings), *program]
+    name = f"doctor-{settings.run.name}-{secrets.token_hex(4)}"
+    command = [*allocation_words(settings, name), *program]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent) as process:
         try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise DeadlineExceeded(
-                who="doctor",
-                phase="allocation",
-                peer="Slurm to give an allocation of the run's shape; lower [deploy.parts], "
-                "env.num_runners or server.num_servers, or ask again when nodes are free",
-                after_s=timeout_s,
-            ) from error
+            code = _wait(process, queue_timeout_s)
+            if code is None and _is_in_queue(name):
+                raise DeadlineExceeded(
+                    who="doctor",
+                    phase="queue",
+                    peer="Slurm to give an allocation of the run's shape; ask for less in [deploy] "
+                    "and the numbers of parts, or again when nodes are free",
+                    after_s=queue_timeout_s,
+                )
+            code = _wait(process, timeout_s) if code is None else code
+            if code is None:
+                raise DeadlineExceeded(
+                    who="doctor", phase="nodes", peer="programs on the nodes", after_s=timeout_s
+                )
+            return code
         finally:
             if process.poll() is None:
                 process.terminate()
-                _wait_or_kill(process)
+                if _wait(process, _STOP_TIMEOUT_S) is None:
+                    process.kill()
 
 
-def _wait_or_kill(process: subprocess.Popen[bytes]) -> None:
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """The exit code; None: the time is up."""
     try:
-        process.wait(_STOP_TIMEOUT_S)
+        return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        process.kill()
+        return None
+
+
+def _is_in_queue(name: str) -> bool:
+    """Slurm has not begun the job."""
+    answer = subprocess.run(
+        ["squeue", "--noheader", f"--name={name}", "--states=PENDING"],
+        capture_output=True,
+        text=True,
+        timeout=_ASK_TIMEOUT_S,
+        check=False,
+    )
+    return bool(answer.stdout.strip())

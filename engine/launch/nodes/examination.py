@@ -64,8 +64,12 @@ def examine_run_nodes(
 
         if not is_in_job():
             program = (sys.executable, "-m", "outloop.cli", "doctor", "--config", str(config))
-            timeout_s = settings.server.start_timeout_s + REPORT_TIMEOUT_S + LINK_TIMEOUT_S
-            return run_in_allocation(settings, [*program, "--on", engine], timeout_s=timeout_s)
+            return run_in_allocation(
+                settings,
+                [*program, "--on", engine],
+                queue_timeout_s=settings.server.start_timeout_s,
+                timeout_s=2 * (REPORT_TIMEOUT_S + LINK_TIMEOUT_S),
+            )
     with _held(settings, engine) as placed:
         given = apart(settings, redis_url=None, trainer_host=placed.nodes[0].name)
         rows = examine_nodes(with_given(settings, given, engine=engine), placed)

@@ -81,6 +81,26 @@ def test_a_run_goes_on_elsewhere_when_a_node_is_lost(
     assert (run_dir / "hf/config.json").is_file()
 
 
+def test_doctor_examines_every_node_of_the_placement_group(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the machine of the launcher; the resources are free afterwards, and nothing is made."""
+    write(tmp_path, SETTINGS)
+    monkeypatch.setenv("COLUMNS", "250")
+    command = ("doctor", "--config", "run.toml", "--on", "ray")
+    answer = user_folder.run(tmp_path, *command, timeout_s=200)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    nodes = dict(re.findall(r"^(\S+/\w{8}): (.+)$", answer.stdout, re.MULTILINE))
+    assert sorted(nodes.values()) == ["control", "runner", "server", "trainer"]
+    name_of = {part: re.escape(name) for name, part in nodes.items()}
+    assert re.search(rf"redis server +│ {name_of['control']} ", answer.stdout)
+    assert re.search(r"settings +│ all +│ model, tasks and code load", answer.stdout)
+    rate = rf"from {name_of['trainer']}: [0-9.e-]+ GB/s to {name_of['server']}"
+    assert re.search(rf"bandwidth +│ all +│ gloo, {rate}", answer.stdout)
+    assert "this run can start on these 4 nodes" in answer.stdout
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_cluster_that_is_too_small_is_named(cluster: Any, tmp_path: Path) -> None:
     changes = SETTINGS | {
         "env": SETTINGS["env"] | {"num_runners": 7},
