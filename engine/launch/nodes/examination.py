@@ -73,7 +73,7 @@ def examine_run_nodes(
     with _held(settings, engine) as placed:
         given = apart(settings, redis_url=None, trainer_host=placed.nodes[0].name)
         rows = examine_nodes(with_given(settings, given, engine=engine), placed)
-    return _print(rows, placed.nodes, out)
+    return show_rows(rows, placed.nodes, out)
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def examine_nodes(
         if node.name in reports and reports[node.name].releases.get("torch")
     ]
     if len(able) > 1:
-        between += _test_links(settings, placed, able, link_timeout_s)
+        between += measure_links(settings, placed, able, link_timeout_s)
     all_names = tuple(node.name for node in placed.nodes)
     return [*merge(found), *(Row(finding=finding, nodes=all_names) for finding in between)]
 
@@ -146,10 +146,14 @@ def _silent(why: str) -> Finding:
     )
 
 
-def _test_links(
+def measure_links(
     settings: Settings, placed: RunNodes, able: Sequence[RunNode], timeout_s: float
 ) -> list[Finding]:
-    """Clocks and bandwidth; the nodes of trainer and servers come first, and send tensors."""
+    """What is between nodes: clocks, and bandwidth among those of trainer and servers.
+
+    Args:
+        able: the nodes that have torch, at least two.
+    """
     sending = [node for part in ("trainer", "server") for node in able if part in node.parts]
     sending = list(dict.fromkeys(sending))
     nodes = [*sending, *(node for node in able if node not in sending)]
@@ -220,7 +224,8 @@ def _transfers(settings: Settings) -> Transfers:
     )
 
 
-def _print(rows: Sequence[Row], nodes: Sequence[RunNode], console: Console) -> int:
+def show_rows(rows: Sequence[Row], nodes: Sequence[RunNode], console: Console) -> int:
+    """Print the table; 0 if nothing required is missing, else 1."""
     for node in nodes:
         console.print(f"{node.name}: {', '.join(node.parts)}", highlight=False, markup=False)
     table = Table(title="outloop doctor", title_justify="left")
