@@ -6,11 +6,14 @@ process of its own, so that importing the user's code does not affect other part
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import sys
 
-from outloop.buffer.errors import SettingsError
+from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.settings import Settings, build_settings
+from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.command_agent.agent import CommandAgent, load_player
 from outloop.envs.command_agent.confinement import hidden_paths
 from outloop.envs.tasks.sft_conversations import load_conversations
@@ -35,6 +38,27 @@ def check_rollout(settings: Settings) -> None:
     found = load_run_tasks(settings)
     if env.agent_command is not None:
         CommandAgent(env, hidden).check_tasks(found.tasks + found.eval_tasks)
+    _check_sandboxes(env)
+
+
+def _check_sandboxes(env: EnvSettings) -> None:
+    """Open the sandbox of each verifier of ours that the user's modules hold."""
+    paths = (
+        ("env.rollout_function_path", env.rollout_function_path),
+        ("env.verifier", env.verifier),
+    )
+    for setting, path in paths:
+        # A verifier may be a command, which is no module.
+        module = sys.modules.get((path or "").partition(":")[0])
+        for value in list(vars(module).values()) if module else ():
+            # Of the class: an object of the user's may have attributes of any name.
+            if not inspect.iscoroutinefunction(getattr(type(value), "check_sandbox", None)):
+                continue
+            named = f"{setting}={path!r}: {type(value).__name__}"
+            try:
+                asyncio.run(value.check_sandbox())
+            except (SettingsError, EnvironmentFailure) as error:
+                raise SettingsError(f"{named}: its sandbox cannot be used here: {error}") from error
 
 
 def main(arguments: list[str]) -> int:

@@ -96,6 +96,19 @@ class _JudgesPrograms:
             lambda: open_sandbox(sandbox) if isinstance(sandbox, str) else sandbox, self._limits
         )
 
+    async def check_sandbox(self) -> None:
+        """Open a session as the first verification does, and end it.
+
+        Raises:
+            SettingsError: this machine does not support the sandbox.
+            EnvironmentFailure: it supports it and cannot open a session.
+        """
+        try:
+            async with self._sessions.one():
+                pass
+        finally:
+            await self._sessions.close()
+
     async def tear_down(self) -> None:
         """End the sessions."""
         await self._sessions.close()

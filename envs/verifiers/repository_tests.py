@@ -59,6 +59,21 @@ class RepositoryTests:
         self._is_ours = sandbox is None
         self._repositories: dict[str, Repository] = {}
 
+    async def check_sandbox(self) -> None:
+        """Open an empty session, and end it.
+
+        Raises:
+            SettingsError: this machine does not support the sandbox.
+            EnvironmentFailure: it supports it and cannot open a session.
+        """
+        sandbox = self._sandbox or BubblewrapSandbox()
+        try:
+            async with sandbox.session(self._limits):
+                pass
+        finally:
+            if sandbox is not self._sandbox:
+                await sandbox.close()
+
     async def tear_down(self) -> None:
         """Close the sandbox that it opened, and remove the folders of revisions."""
         if self._sandbox is not None and self._is_ours:

@@ -1,5 +1,6 @@
 """Finding the user's rollout function, and what is said when it is not right."""
 
+import os
 import subprocess
 import sys
 import time
@@ -274,3 +275,27 @@ async def test_a_module_is_called_when_the_run_is_over(
     await (rollout if is_rollout else verifier).tear_down()
     _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=5)
     assert not alive
+
+
+def test_the_check_opens_the_sandbox_of_verifiers(
+    folder: Path, make_settings: Callable[..., Settings], tmp_path: Path
+) -> None:
+    """Those that the module of the function holds; else the sentence says why."""
+    verifier = "from outloop.envs.verifiers.code import UnitTests\nverifier = UnitTests()\n"
+    (folder / "user.py").write_text(GOOD + verifier)
+    check_rollout(make_settings())
+    answer = subprocess.run(
+        [
+            *(sys.executable, "-m", "outloop.envs.runner.preflight"),
+            make_settings().model_dump_json(),
+        ],
+        env={**os.environ, "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert answer.returncode == 2
+    sentence = answer.stderr.strip().splitlines()[-1]
+    assert "UnitTests: its sandbox cannot be used here: sandbox='bubblewrap'" in sentence
+    assert "install the package bubblewrap" in sentence

@@ -3,7 +3,13 @@
 import pytest
 
 from outloop.buffer.errors import SettingsError
-from outloop.engine.launch.deploy.ray_placement import RayPlacement, bundles_of, placed_by_ray
+from outloop.engine.launch.deploy.ray_nodes import RayNodes
+from outloop.engine.launch.deploy.ray_placement import (
+    RayPlacement,
+    RayReservation,
+    bundles_of,
+    placed_by_ray,
+)
 
 from .conftest import Written
 
@@ -65,3 +71,28 @@ def test_without_the_package_the_sentence_says_what_to_install(
         placed_by_ray(settings, is_installed=lambda: False),
     ):
         pass
+
+
+def test_nodes_are_those_of_the_bundles_and_this_machine(written: Written) -> None:
+    """Each once, with the GPUs of the trainer's bundle where it has one; named by its address."""
+    settings, _ = written()
+    held = RayReservation(address="10.0.0.1:6379", group=None, group_name="walk-1", host="10.0.0.1")
+    placed = RayNodes(
+        held,
+        bundles_of(settings),
+        {0: "b" * 56, 1: "c" * 56, 2: "b" * 56, 3: "d" * 56, 4: "d" * 56, 5: "d" * 56, 6: "d" * 56},
+        {"a" * 56: "10.0.0.1", "b" * 56: "10.0.0.2", "c" * 56: "10.0.0.3", "d" * 56: "10.0.0.3"},
+        "a" * 56,
+    )
+    assert {node.name: node.parts for node in placed.nodes} == {
+        "10.0.0.1": ("control",),
+        "10.0.0.2": ("trainer", "server"),
+        "10.0.0.3/dddddddd": ("trainer", "runner"),
+        "10.0.0.3/cccccccc": ("server",),
+    }
+    here, there, *_ = placed.nodes
+    assert placed.command(here, ["python", "x"]) == ["python", "x"]
+    assert placed.command(here, ["x"], advertises=True) == ["x", "--advertise", "10.0.0.1"]
+    command = placed.command(there, ["python", "x"], advertises=True)
+    assert options_of(command)[-3:] == ["--bundles", "2", "--advertise"]
+    assert command[command.index("--") + 1 :] == ["python", "x"]

@@ -12,6 +12,7 @@ from fakes.torchrun_words import program_of
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.deploy.slurm import SlurmPlacement, batch_script, submit_job
+from outloop.engine.launch.deploy.slurm_nodes import SlurmNodes, allocation_words
 
 Written = Callable[..., tuple[Settings, Path]]
 
@@ -126,3 +127,46 @@ def test_outside_a_job_and_without_slurm_is_a_sentence(
         submit_job(settings, "")
     with pytest.raises(SettingsError, match=r"deploy.slurm.requeue is set by outloop submit"):
         written("deploy.slurm.requeue=true")
+
+
+def test_nodes_are_those_of_the_job_s_components(
+    written: Written, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each is given one task by a step of its own, with what its part has of a node."""
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho $3 | tr , '\\n'\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    settings, _ = written()
+    with pytest.raises(SettingsError, match="SLURM_JOB_ID=7: this job has no component 0"):
+        SlurmNodes(settings)
+    for group, nodes in enumerate(("a", "b", "c,d", "e,f")):
+        monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", nodes)
+    placed = SlurmNodes(settings)
+    parts = {node.name: node.parts for node in placed.nodes}
+    assert parts == {
+        "a": ("control",),
+        "b": ("server",),
+        "c": ("trainer",),
+        "d": ("trainer",),
+        "e": ("runner",),
+        "f": ("runner",),
+    }
+    command = placed.command(placed.nodes[3], ["python", "x"])
+    assert {"--het-group=2", "--nodelist=d", "--ntasks=1", "--nodes=1"} <= {*command}
+    assert {"--gpus-per-task=H100:4", "--overlap"} <= {*command}
+    assert command[-2:] == ["python", "x"]
+    told = placed.command(placed.nodes[1], ["python", "x"], advertises=True)
+    assert told[-2:] == ["python", "x"]
+    assert "--advertise" in told[-3]
+
+
+def test_an_allocation_to_look_at_has_the_run_s_shape_and_little_time(written: Written) -> None:
+    """The components of the batch script; the raw options but for the time limit."""
+    settings, _ = written('deploy.slurm={partition="gpu", time="24:00:00"}')
+    words = allocation_words(settings, "doctor-walk")
+    assert words[:2] == ["salloc", "--job-name=doctor-walk"]
+    assert words.count(":") == 3
+    assert words.count("--partition=gpu") == 4
+    assert {word for word in words if word.startswith("--time")} == {"--time=00:15:00"}
+    assert "--gpus-per-task=H100:2" in words

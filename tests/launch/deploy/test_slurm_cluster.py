@@ -130,6 +130,16 @@ def test_doctor_examines_every_node_of_an_allocation(
     assert "this run can start on these 4 nodes" in answer.stdout
     assert not (folder / "runs").exists()
     wait_until("an empty queue", lambda: output("squeue", "-h") == "", 60)
+    # Two of four nodes are taken: the request is withdrawn when its time in the queue is up.
+    with subprocess.Popen(["srun", "--nodes=2", "--exclusive", "sleep", "600"]) as other:
+        wait_until("a job", lambda: output("squeue", "-h", "-o", "%t").split() == ["R"], 60)
+        monkeypatch.setenv("OUTLOOP_SERVER__START_TIMEOUT_S", "5")
+        answer = user_folder.run(folder, *doctor, timeout_s=100)
+        assert answer.returncode == 1
+        assert "doctor waited 5.0 s in phase='queue' for Slurm" in answer.stderr
+        assert output("squeue", "-h", "-o", "%j").split() == ["sleep"]
+        other.terminate()
+    wait_until("an empty queue", lambda: output("squeue", "-h") == "", 60)
 
 
 def test_a_run_is_queued_again_before_its_time_is_up_and_finishes(
