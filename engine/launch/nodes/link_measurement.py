@@ -79,8 +79,8 @@ def main(
     except _Unreachable as error:
         _print(Missing(rank=rank, sentence=str(error), ranks=error.ranks))
         sys.exit(1)
-    except (dist.DistError, RuntimeError) as error:
-        # Gloo and NCCL report what they cannot reach as RuntimeError; its first line says it.
+    except RuntimeError as error:
+        # What torch, gloo and NCCL raise for what they cannot reach; its first line says it.
         _print(Missing(rank=rank, sentence=" ".join(str(error).splitlines()[0].split())[:300]))
         sys.exit(1)
     _print(answer)

@@ -18,6 +18,7 @@ from outloop.engine.parent_death import die_with_parent
 
 _STOP_TIMEOUT_S = 20.0
 _NUM_LAST_LINES = 3
+_MAX_LINE = 300
 
 
 class NodePrograms:
@@ -84,7 +85,8 @@ class NodePrograms:
                     self._answers.put((node, answer))
                 elif line.strip():
                     last = self._last_lines[node]
-                    last.append(line.strip())
+                    # An engine may print the whole command, settings included.
+                    last.append(line.strip()[:_MAX_LINE])
                     del last[:-_NUM_LAST_LINES]
         self._answers.put((node, None))
 
