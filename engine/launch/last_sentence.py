@@ -6,11 +6,13 @@ It goes through a pipe, because the part's log may be on a disk without room.
 from __future__ import annotations
 
 import os
+import stat
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 
-_VARIABLE = "OUTLOOP_LAST_SENTENCE_FD"
+VARIABLE = "OUTLOOP_LAST_SENTENCE_FD"
+"""The number of the pipe's descriptor, and the pipe's own; without meaning on another machine."""
 _MAX_BYTES = 4096
 """That a pipe takes at once."""
 
@@ -22,7 +24,9 @@ class LastSentence:
         self._reading, self.descriptor = os.pipe()
         weakref.finalize(self, os.close, self._reading)
         os.set_blocking(self._reading, False)
-        self.environment: Mapping[str, str] = {_VARIABLE: str(self.descriptor)}
+        self.environment: Mapping[str, str] = {
+            VARIABLE: f"{self.descriptor}:{os.fstat(self.descriptor).st_ino}"
+        }
         self._said = ""
 
     def close_part_side(self) -> None:
@@ -41,8 +45,8 @@ class SentenceForLauncher:
 
     def __init__(self) -> None:
         # Not for this process's own children, in which the number is another file's.
-        found = os.environ.pop(_VARIABLE, None)
-        self._descriptor = None if found is None else int(found)
+        found = os.environ.pop(VARIABLE, None)
+        self._descriptor = None if found is None else _pipe_of(found)
         if self._descriptor is not None:
             os.set_inheritable(self._descriptor, False)
 
@@ -51,3 +55,14 @@ class SentenceForLauncher:
         if self._descriptor is not None:
             with suppress(OSError):
                 os.write(self._descriptor, sentence.encode()[:_MAX_BYTES])
+
+
+def _pipe_of(text: str) -> int | None:
+    """The descriptor that a launcher named; None where an engine carried the name to a process that
+    was not given the pipe, in which the number is another file's or none."""
+    number, inode = map(int, text.split(":"))
+    try:
+        found = os.fstat(number)
+    except OSError:
+        return None
+    return number if stat.S_ISFIFO(found.st_mode) and found.st_ino == inode else None

@@ -21,6 +21,7 @@ from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
 from outloop.engine.launch.cpu_usage import CpuUsage
 from outloop.engine.launch.doctor import examine
+from outloop.engine.launch.last_sentence import VARIABLE
 from outloop.engine.launch.run_summary import draw_curve, read_curve, result_table
 from outloop.engine.launch.settings_checks import check_before_start
 
@@ -84,6 +85,26 @@ def test_last_words_are_the_end_of_the_log(tmp_path: Path) -> None:
         pass
     assert part.exit_code == 3
     assert part.last_words(1) == "two"
+
+
+def test_a_part_on_another_machine_says_its_last_sentence_in_the_log_alone(tmp_path: Path) -> None:
+    """An engine carries the variable there, where the number is no file, or another one."""
+    reading, writing = os.pipe()
+    for name, number in (("nothing", 1000), ("another pipe", writing)):
+        answer = subprocess.run(
+            [sys.executable, "-m", "outloop.cli", "trainer", "--run", str(tmp_path)],
+            env={**os.environ, VARIABLE: f"{number}:1"},
+            pass_fds=(writing,),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert answer.returncode == SETTINGS_EXIT_CODE, name
+        assert "outloop: " in answer.stderr
+        assert "Traceback" not in answer.stderr
+    os.close(writing)
+    assert os.read(reading, 100) == b""
+    os.close(reading)
 
 
 def test_the_last_sentence_is_heard_from_a_full_disk(tmp_path: Path) -> None:

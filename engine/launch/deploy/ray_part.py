@@ -25,13 +25,14 @@ import click
 
 from outloop.engine.launch.deploy.parts import RANKS_MODULE
 from outloop.engine.launch.deploy.ray_placement import NAMESPACE
+from outloop.engine.launch.last_sentence import VARIABLE
 from outloop.engine.parent_death import die_with_parent
 from outloop.engine.port_reservation import hold_port
 
 NODE_LOST_EXIT_CODE = 128 + signal.SIGKILL
 _READ_TIMEOUT_S = 5.0
 _READ_BYTES = 65536
-_OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "HOSTNAME")
+_OF_THE_NODE = ("CUDA_VISIBLE_DEVICES", "HOSTNAME", VARIABLE)
 
 
 class Supervisor:

@@ -33,6 +33,7 @@ from outloop.engine.launch.deploy.parts import (
     override_words,
     ranks_of_node,
 )
+from outloop.engine.launch.last_sentence import VARIABLE
 
 FIRST_PORT = 20000
 NUM_PORTS = 12000
@@ -53,7 +54,7 @@ while :; do
     kill -0 "$child" 2> /dev/null || exit "$code"
 done
 """
-_NAME_STEP = '[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_STEP_ID" > "$0"; '
+_NAME_STEP = f'unset {VARIABLE}; [ "$SLURM_PROCID" != 0 ] || echo "$SLURM_STEP_ID" > "$0"; '
 _SBATCH_TIMEOUT_S = 60
 _REDIS_TIMEOUT_S = 120.0
 
