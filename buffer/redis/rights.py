@@ -50,14 +50,25 @@ def _refused(client: redis.Redis, key: str) -> list[str]:
     connection = pool.get_connection()
     try:
         # Outside of a transaction EXEC is an error, but that of a missing right comes first.
-        outside = [name for name in ("EXEC", "MULTI") if not _may(connection, name)]
-        if outside:
-            # Without a transaction the others would be executed.
-            return outside
-        return [
-            command.partition(" ")[0]
+        if isinstance(_ask(connection, "EXEC"), redis.exceptions.NoPermissionError):
+            return ["EXEC"]
+        began = _ask(connection, "MULTI")
+        if began is not None:
+            # Without a transaction the others would be executed. What is no Redis of its own, such
+            # as a proxy, may have none: its rights show when they are used.
+            is_right = isinstance(began, redis.exceptions.NoPermissionError)
+            return ["MULTI"] if is_right else []
+        answers = {
+            command.partition(" ")[0]: _ask(
+                connection, *(key if word == "K" else word for word in command.split())
+            )
             for command in COMMANDS
-            if not _may(connection, *(key if word == "K" else word for word in command.split()))
+        }
+        # Others are errors of another kind, such as that of a server which has not the key.
+        return [
+            name
+            for name, error in answers.items()
+            if isinstance(error, redis.exceptions.NoPermissionError)
         ]
     finally:
         # What is queued is forgotten with the connection.
@@ -65,13 +76,11 @@ def _refused(client: redis.Redis, key: str) -> list[str]:
         pool.release(connection)
 
 
-def _may(connection: Any, *command: str) -> bool:
+def _ask(connection: Any, *command: str) -> redis.exceptions.ResponseError | None:
+    """The error that Redis answers; None: it accepts the command."""
     connection.send_command(*command)
     try:
         connection.read_response()
-    except redis.exceptions.NoPermissionError:
-        return False
-    except redis.exceptions.ResponseError:
-        # Refused for another reason, such as a server of a cluster that has not the key.
-        return True
-    return True
+    except redis.exceptions.ResponseError as error:
+        return error
+    return None
