@@ -16,7 +16,7 @@ from outloop.engine.launch.child_process import PartProcess
 Fsync = Literal["always", "everysec", "no"]
 
 
-class Part(Protocol):
+class Process(Protocol):
     """A process of the run that was started."""
 
     @property
@@ -26,6 +26,10 @@ class Part(Protocol):
     @property
     def exit_code(self) -> int | None:
         """None while it runs; negative for a signal."""
+
+
+class Part(Process, Protocol):
+    """One of its parts."""
 
     @property
     def log_path(self) -> Path:
@@ -38,20 +42,12 @@ class Part(Protocol):
         """The end of what it said."""
 
 
-class OwnRedis(Protocol):
+class OwnRedis(Process, Protocol):
     """The run's own Redis."""
 
     @property
     def url(self) -> str:
         """unix:// URL of the running server."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    @property
-    def exit_code(self) -> int | None:
-        """Of a server that ended by itself; None while it runs."""
 
     @property
     def data_dir(self) -> Path:
