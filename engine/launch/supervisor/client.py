@@ -213,7 +213,7 @@ class Supervisor:
             try:
                 answer = self._exchange(request, timeout_s)
             except TimeoutError:
-                self._kill()
+                self.kill()
                 raise DeadlineExceeded(
                     who="launcher",
                     phase=type(request).__name__,
@@ -222,7 +222,7 @@ class Supervisor:
                 ) from None
             except KeyboardInterrupt:
                 # What it would answer now belongs to no question: it ends, and the parts with it.
-                self._kill()
+                self.kill()
                 raise
         if answer is None:
             self.is_there = False
@@ -247,7 +247,7 @@ class Supervisor:
         try:
             self.wait(_END_S)
         except DeadlineExceeded:
-            self._kill()
+            self.kill()
             raise
 
     def wait(self, timeout_s: float) -> None:
@@ -278,7 +278,8 @@ class Supervisor:
             return None
         return wire.read_answer(self._connection)
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End it, and what it started, at once."""
         self.is_there = False
         with suppress(psutil.NoSuchProcess):
             self._process.kill()
@@ -297,6 +298,10 @@ def supervised(run_dir: Path, digest: str, grace_s: float) -> Iterator[Superviso
     supervisor = _find(run_dir, digest) or _begin(run_dir, digest, grace_s)
     try:
         yield supervisor
+    except KeyboardInterrupt:
+        # Whoever interrupts does not want to wait for parts that are slow to stop.
+        supervisor.kill()
+        raise
     finally:
         supervisor.end()
 
