@@ -40,10 +40,10 @@ class Host:
         """The end of `cut`."""
         call("ip", "link", "set", self.link, "master", self.bridge)
 
-    def slow(self) -> None:
-        """What goes there, and what comes from there, has a link as SLOW says."""
-        call("tc", "qdisc", "add", "dev", self.link, "root", "tbf", *SLOW)
-        call(*self.command(["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *SLOW]))
+    def slow(self, shape: Sequence[str] = SLOW) -> None:
+        """What goes there, and what comes from there, has a link as `shape` says."""
+        call("tc", "qdisc", "add", "dev", self.link, "root", "tbf", *shape)
+        call(*self.command(["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *shape]))
 
     def hurry(self) -> None:
         """The end of `slow`."""

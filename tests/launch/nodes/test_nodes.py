@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from chaos.hosts import hosts, why_not
 from click.testing import CliRunner
 from rich.console import Console
 
@@ -106,6 +107,29 @@ def test_bandwidth_is_measured_between_the_nodes_of_trainer_and_servers(
     assert "GB/s over each node's link" in found["all-reduce"].found
     assert found["clocks of the nodes"].is_ok
     assert "of n1" in found["clocks of the nodes"].found
+
+
+def test_bandwidth_is_that_of_the_link(settings: Settings, tmp_path: Path) -> None:
+    """Between two namespaces of the network with 400 Mbit/s, which is 0.05 GB/s with headers."""
+    if reason := why_not():
+        pytest.skip(reason)
+    changed = load_settings(tmp_path / "run.toml", ('run.network_interface="eth0"',))
+    with hosts(("trainer", "server")) as made:
+        for host in made.values():
+            host.slow(("rate", "400mbit", "burst", "256kb", "latency", "50ms"))
+
+        def change(node: RunNode, words: list[str]) -> list[str]:
+            found = made[node.parts[0]]
+            return found.command([found.address if w == "127.0.0.1" else w for w in words])
+
+        found = {
+            one.what: one.found
+            for one in measure_links(changed, Here(NODES[1:], change), NODES[1:], 60)
+        }
+    for what in ("bandwidth", "all-reduce"):
+        told = re.search(r"([0-9.e-]+) GB/s", found[what])
+        assert told, found
+        assert 0.02 < float(told[1]) <= 0.052, found
 
 
 def test_a_node_that_does_not_answer_is_named_and_its_program_stopped(
