@@ -49,8 +49,8 @@ LOG = "file of Redis, MB"
 REWRITTEN_MB = 64.0
 """From there on Redis rewrites its file when that has doubled."""
 REDIS = "memory of redis, MB"
-FILLS = (EXPIRING, REDIS)
-"""For an hour: keys of ended episodes stay for repeated calls."""
+FILLS = (EXPIRING, REDIS, LOG)
+"""For an hour: keys of ended episodes stay for repeated calls, in memory and in the file."""
 FILLED_S = 3600.0
 BOUNDS = {
     # Half a GB a day.

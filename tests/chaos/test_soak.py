@@ -28,9 +28,14 @@ def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("memory of redis, MB", 60.0, HOUR_S, 1, False),
         ("memory of redis, MB", 60.0, HOUR_S, 3, False),
         ("memory of redis, MB", 60.0, 3 * HOUR_S, 3, True),
+        ("file of Redis, MB", 240.0, HOUR_S, 1, False),
+        ("file of Redis, MB", 240.0, 3 * HOUR_S, 3, True),
         ("metrics, logs and archive, MB", 60.0, HOUR_S, 1, False),
     ],
-    ids=["fills", "leaks", "slowly", "not yet full", "full", "leaks for long", "by design"],
+    ids=[
+        *("fills", "leaks", "slowly", "not yet full", "full", "leaks for long"),
+        *("file not yet full", "file for long", "by design"),
+    ],
 )
 def test_growth_is_a_slope_of_the_last_half_above_its_bound(
     soak: Any, name: str, by_hour: float, filled_s: float, hours: int, is_growth: bool
