@@ -65,7 +65,6 @@ class LivingPart:
     """A part that an earlier launcher started and that runs."""
 
     part: Part
-    command: Sequence[str]
     age_s: float
     """How long ago it was started."""
 

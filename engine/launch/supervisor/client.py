@@ -24,8 +24,8 @@ from outloop.engine.launch.processes import Fsync, LivingPart
 from outloop.engine.launch.supervisor import wire
 from outloop.engine.launch.supervisor.address import Address
 
-_ANSWER_S = 20.0
-"""To answer what takes no time."""
+_ANSWER_S = 60.0
+"""To answer what takes no time, on a machine that may have stood still for a while."""
 _REDIS_START_S = 90.0
 """Longer than an embedded Redis waits for its folder and for its first answer together."""
 _STOP_S = 200.0
@@ -170,8 +170,7 @@ class Supervisor:
         facts = self._living.pop(name, None)
         if facts is None:
             return None
-        part = SupervisedPart(self, name, facts)
-        return LivingPart(part=part, command=facts.command, age_s=facts.age_s)
+        return LivingPart(part=SupervisedPart(self, name, facts), age_s=facts.age_s)
 
     def start(
         self,

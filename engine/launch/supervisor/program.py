@@ -33,7 +33,6 @@ _FIRST_WORD_S = 10.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Started:
     process: PartProcess
-    command: tuple[str, ...]
     at: float
     """By the monotonic clock."""
     stop_order: int
@@ -43,7 +42,6 @@ class _Started:
         return wire.PartFacts(
             pid=self.process.pid,
             exit_code=self.process.exit_code,
-            command=self.command,
             log_path=str(self.process.log_path),
             age_s=time.monotonic() - self.at,
         )
@@ -139,7 +137,6 @@ class Supervisor:
             process=PartProcess(
                 request.name, request.command, Path(request.log_path), request.environment
             ),
-            command=request.command,
             at=time.monotonic(),
             stop_order=request.stop_order,
             stop_timeout_s=request.stop_timeout_s,

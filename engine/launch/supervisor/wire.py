@@ -19,7 +19,6 @@ class PartFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     pid: int
     exit_code: int | None
-    command: tuple[str, ...]
     log_path: str
     age_s: float
 
