@@ -2,7 +2,8 @@
 
 Owns: how much a client may send that is no body, how long it may take to send a request's head, and
 how long it may leave an answer unread. Does not own: HTTP (uvicorn), bodies (endpoint). Invariant:
-only callbacks of asyncio and of the parser are overridden, and each calls uvicorn's.
+only callbacks of asyncio, of the parser and of an answer's end are overridden, and each calls
+uvicorn's.
 """
 
 from __future__ import annotations
@@ -104,6 +105,13 @@ class ClientConnection(HttpToolsProtocol):
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's; what is left of the last answer of a connection may be too little for
+        `pause_writing`, and closing waits until it is read."""
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._wait_for_reader()
 
     def timeout_keep_alive_handler(self) -> None:
         """An idle connection is closed, and dropped where what is left is not read either."""
