@@ -1,5 +1,6 @@
 """Nodes that are examined by real programs; here each is a process of this machine."""
 
+import importlib
 import io
 import platform
 import re
@@ -7,9 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from chaos.hosts import hosts, why_not
 from click.testing import CliRunner
 from rich.console import Console
 
@@ -109,12 +110,19 @@ def test_bandwidth_is_measured_between_the_nodes_of_trainer_and_servers(
     assert "of n1" in found["clocks of the nodes"].found
 
 
-def test_bandwidth_is_that_of_the_link(settings: Settings, tmp_path: Path) -> None:
+@pytest.fixture
+def namespaces(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes hosts of network namespaces."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "chaos"))
+    return importlib.import_module("hosts")
+
+
+def test_bandwidth_is_that_of_the_link(settings: Settings, tmp_path: Path, namespaces: Any) -> None:
     """Between two namespaces of the network with 400 Mbit/s, which is 0.05 GB/s with headers."""
-    if reason := why_not():
+    if reason := namespaces.why_not():
         pytest.skip(reason)
     changed = load_settings(tmp_path / "run.toml", ('run.network_interface="eth0"',))
-    with hosts(("trainer", "server")) as made:
+    with namespaces.hosts(("trainer", "server")) as made:
         for host in made.values():
             host.slow(("rate", "400mbit", "burst", "256kb", "latency", "50ms"))
 
