@@ -148,13 +148,16 @@ class Continuity:
             WritesLost: it is, without our last writes.
         """
         connection.on_connect()
+        # Before the server is asked: other threads have their writes acknowledged meanwhile, which
+        # its answer may not count yet.
+        with self._lock:
+            known = self._num_writes
         connection.send_command("EXISTS", self._meta_key)
         has_run = bool(connection.read_response())
         connection.send_command("HGET", self._state_key, "trainer_writes")
         num_writes = int(connection.read_response() or 0)
         with self._lock:
-            known = self._num_writes
-            if has_run and known is None:
+            if has_run and self._num_writes is None:
                 self._num_writes = num_writes
         if known is None or (has_run and num_writes >= known):
             return

@@ -15,6 +15,7 @@ from fakes.bad_wire import BadWire
 from outloop.buffer.errors import BufferLost, BufferUnavailable, WritesLost
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.outage import Continuity
 from outloop.buffer.run import Run
 
 T = TypeVar("T")
@@ -179,3 +180,33 @@ def test_a_bound_beyond_the_leases_is_refused(make_run: Callable[..., Run]) -> N
     """A trainer that waits for longer would have nothing left of what it took."""
     with pytest.raises(ValueError, match=r"max_outage_s=60 exceeds half of buffer\.lease_s=100"):
         make_run("unix:///nowhere", buffer__max_outage_s=60, buffer__lease_s=100)
+
+
+def test_what_is_acknowledged_while_a_server_is_asked_was_not_lost() -> None:
+    """Two threads of a trainer connect again at once: one has a write acknowledged after the other
+    was told the count, and before it looks at it."""
+    continuity = Continuity("meta", "state")
+    continuity.note(5)
+
+    class Connection:
+        def __init__(self, *answers: int) -> None:
+            self.answers = iter(answers)
+
+        def on_connect(self) -> None:
+            pass
+
+        def send_command(self, *words: str) -> None:
+            pass
+
+        def read_response(self) -> int:
+            answer = next(self.answers)
+            if answer == 5:
+                continuity.note(6)
+            return answer
+
+        def disconnect(self) -> None:
+            pass
+
+    continuity.check(Connection(1, 5))
+    with pytest.raises(WritesLost, match="without the last 1 writes"):
+        continuity.check(Connection(1, 5))

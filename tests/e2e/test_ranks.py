@@ -3,8 +3,9 @@
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,13 @@ TWO_RANKS = (
     "--set",
     "trainer.megatron.sequence_parallel=true",
 )
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """With a path to which a socket's fits."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
 
 
 def ranks_of(folder: Path) -> list[psutil.Process]:
@@ -88,12 +96,11 @@ def test_a_killed_rank_takes_the_trainer_with_it_and_the_run_goes_on(
     read_metrics: ReadMetrics,
     allow: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
+    short_folder: Path,
 ) -> None:
     """kill -9 of rank 1: no rank is left waiting, the trainer resumes, every step is there, and no
     temporary file but torch's own cache, and what its memory manager of a killed rank leaves."""
-    temporary = workspace / "temporary"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(short_folder))
     write_config(steps=4, held_s=100)
     allow(2)
     with subprocess.Popen(
@@ -121,7 +128,7 @@ def test_a_killed_rank_takes_the_trainer_with_it_and_the_run_goes_on(
     assert sorted({row["step"] for row in rows}) == [1, 2, 3, 4]
     assert_nothing_is_left(workspace)
     of_torch = ("torchinductor_", "torch-shm-dir-")
-    assert [path for path in temporary.iterdir() if not path.name.startswith(of_torch)] == []
+    assert [path for path in short_folder.iterdir() if not path.name.startswith(of_torch)] == []
 
 
 def test_sizes_that_the_model_does_not_allow_are_one_sentence(
