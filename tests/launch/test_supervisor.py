@@ -81,6 +81,12 @@ def killed_launcher(run_dir: Path, grace_s: float) -> Iterator[Left]:
         found[0].wait(30)
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """With its last thread, before which its parent is not told."""
+    threads = list(Path(f"/proc/{process.pid}/task").iterdir())
+    return process.status() == psutil.STATUS_ZOMBIE and len(threads) == 1
+
+
 def pause(supervisor: Supervisor, run_dir: Path) -> None:
     """Start a part that does nothing."""
     command = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -113,7 +119,7 @@ def test_what_ended_while_nobody_led_is_seen(tmp_path: Path) -> None:
     with killed_launcher(tmp_path, 60) as left:
         left.first.kill()
         left.redis.kill()
-        while {left.first.status(), left.redis.status()} != {psutil.STATUS_ZOMBIE}:
+        while not (has_ended(left.first) and has_ended(left.redis)):
             pass
         with supervised(tmp_path, "settings", 60) as supervisor:
             assert supervisor.take_living("first") is None
