@@ -7,9 +7,10 @@ one by one.
 from __future__ import annotations
 
 import socket
-from typing import Literal
 
 import msgspec
+
+from outloop.engine.launch.processes import Fsync
 
 _LENGTH_BYTES = 4
 
@@ -73,7 +74,7 @@ class StartRedis(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answered by `RedisFacts`, once it answers."""
 
     data_dir: str
-    fsync: Literal["always", "everysec", "no"]
+    fsync: Fsync
     max_memory_mb: int
 
 
