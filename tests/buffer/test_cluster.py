@@ -60,7 +60,7 @@ async def test_nothing_acknowledged_is_lost_when_the_owner_is_killed(
     writer = await BufferWriter.connect(run)
     reader = BufferReader.connect_patiently(run)
     loop = loop_of(writer, reader)
-    await loop.start()
+    await until_accepted(loop.start)
     heard: list[bytes] = []
     listening = asyncio.create_task(writer.channel.listen({"news": heard.append}))
     assert await writer.channel.is_listening(30)

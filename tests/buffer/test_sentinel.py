@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import redis
 
-from fakes.outages import play_while
+from fakes.outages import play_while, until_accepted
 from fakes.ports import free_ports
 from fakes.redis_servers import RedisServers
 from outloop.buffer.errors import BufferUnavailable, SettingsError
@@ -102,7 +102,7 @@ async def test_nothing_acknowledged_is_lost_when_the_primary_is_killed(
     writer = await BufferWriter.connect(run)
     reader = BufferReader.connect_patiently(run)
     loop = loop_of(writer, reader)
-    await loop.start()
+    await until_accepted(loop.start)
     await play_while(loop, make_turn, lambda: watched.kill(first), timeout_s=90)
     assert watched.primary() != first
     reader.close()

@@ -59,7 +59,7 @@ async def test_nothing_acknowledged_is_lost_when_a_primary_is_killed(
     writer = await BufferWriter.connect(run)
     reader = BufferReader.connect_patiently(run)
     loop = loop_of(writer, reader)
-    await loop.start()
+    await until_accepted(loop.start)
 
     def kill() -> None:
         if victim == "run":
@@ -81,20 +81,23 @@ async def test_a_turn_that_no_replica_of_its_shard_has_is_not_acknowledged(
     loop_of: Callable[..., Any],
     make_turn: Callable[..., Any],
 ) -> None:
-    """The run's primary has a replica, the others have none."""
+    """The run's primary has a replica, the others have none. What has one is accepted sooner or
+    later: a replica that lags for a second has nothing acknowledged meanwhile."""
     run = run_on(cluster, make_run, buffer__min_replicas=1, trainer__groups_per_step=8)
     of_run = cluster.owner_of(hash_tag(run.run_id))
     cluster.replicate(of_run)
-    loop = loop_of(await BufferWriter.connect(run), BufferReader.connect(run))
-    await loop.start(20)
+    loop = loop_of(await BufferWriter.connect(run), BufferReader.connect_patiently(run))
+    await until_accepted(lambda: loop.start(20))
     owners = shard_owners(cluster, run)
     refused = []
-    for claim in (await loop.claim(16)).claims:
-        episode_id = await loop.open(claim)
+    claimed, _ = await until_accepted(lambda: loop.writer.claim(key="k", count=16, runner_id=""))
+    for claim in claimed.claims:
+        episode_id, _ = await until_accepted(lambda claim=claim: loop.open(claim))
         has_replica = owners[shard_of(claim.group_id, NUM_SHARDS) - 1] == of_run
         refused.append(not has_replica)
         if has_replica:
-            await loop.writer.append_turn(make_turn(episode_id))
+            turn = make_turn(episode_id)
+            await until_accepted(lambda turn=turn: loop.writer.append_turn(turn))
             continue
         with pytest.raises(BufferUnavailable, match="not enough good replicas"):
             await loop.writer.append_turn(make_turn(episode_id))

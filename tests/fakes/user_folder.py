@@ -80,8 +80,8 @@ def start(folder: Path, *arguments: str, log: Path | None = None) -> subprocess.
 
 
 def run(folder: Path, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """The command line to its end."""
-    return subprocess.run(
+    """The command line to its end. What it said is printed, and so shown with a failed test."""
+    answer = subprocess.run(
         [sys.executable, "-m", "outloop.cli", *arguments],
         cwd=folder,
         capture_output=True,
@@ -90,3 +90,5 @@ def run(folder: Path, *arguments: str, timeout_s: float) -> subprocess.Completed
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+    print(answer.stdout, answer.stderr, sep="\n")
+    return answer
