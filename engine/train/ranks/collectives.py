@@ -52,6 +52,12 @@ def gather_bytes(data: bytes) -> list[bytes]:
     return [rows[rank, :size].tobytes() for rank, size in enumerate(sizes.tolist())]
 
 
+def meet() -> None:
+    """Return when every rank has called it: where what follows on one, or in a server, needs what
+    all of them did before."""
+    gather_bytes(b"")
+
+
 def agree(phase: str, function: Callable[[], Result]) -> Result:
     """The function's result, if it succeeds on every rank.
 

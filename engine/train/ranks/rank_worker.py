@@ -63,7 +63,7 @@ from outloop.engine.train.megatron.model_and_optimizer import (
 from outloop.engine.train.megatron.offload import Offload
 from outloop.engine.train.megatron.value_head import ValueHead
 from outloop.engine.train.ranks.bucket_staging import BucketStaging
-from outloop.engine.train.ranks.collectives import agree, gather_bytes
+from outloop.engine.train.ranks.collectives import agree, gather_bytes, meet
 from outloop.engine.train.ranks.model_shares import ModelShares
 from outloop.engine.train.ranks.order_channel import OrderChannel
 from outloop.engine.train.ranks.watchdog import Watchdog
@@ -675,8 +675,10 @@ class RankWorker:
         self._saving = None
 
     def leave_device(self, *, keeps_weights: bool) -> None:
-        """Take this rank's tensors off its device: all, or all but the policy's weights."""
+        """Take this rank's tensors off its device: all, or all but the policy's weights. Returns
+        when every rank has, for servers take the memory of all devices then."""
         self.placement.leave(keeps_weights=keeps_weights)
+        meet()
 
     def come_back_to_device(self, *, weights_only: bool) -> None:
         """Put them back: all, or the policy's weights alone."""
@@ -693,7 +695,8 @@ class RankWorker:
 
     def copy_weights(self) -> None:
         """Copy this rank's share of the weights into host memory, to be published while the model
-        is trained on; the other ranks listen for rank 0's publishing thread from then on."""
+        is trained on; the other ranks listen for rank 0's publishing thread from then on. Returns
+        when every rank has its share."""
         if self._copy is None:
             settings = self._settings
             dtype = torch.float32 if settings.server.dtype == "float32" else torch.bfloat16
@@ -708,6 +711,9 @@ class RankWorker:
             if dist.get_rank():
                 self._channel.follow(self._carry_out_copied)
         self._copy.fill()
+        # Rank 0 may be through with its part long before the others: its publishing thread would
+        # have them send what is not copied yet, under checksums that agree.
+        meet()
 
     def carry_out_beside(self, transport: str, order: Order) -> list[Outcome]:
         """As `carry_out`, with the copies, on rank 0 alone: for a thread beside the training.

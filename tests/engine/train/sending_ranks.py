@@ -1,7 +1,7 @@
 """What every rank of `test_sending_ranks` runs: rank 0 publishes, the others follow.
 
 Started with torchrun's variables, a folder that holds runs, a server's URL and the model; rank 0
-leaves results.json. Rank 3 ends at once where a file of the folder says so.
+leaves results.json. Rank 3 is slow, and ends at once where a file of the folder says so.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,34 @@ URL = sys.argv[2]
 MODEL = Path(sys.argv[3])
 
 
-class DyingWorker(RankWorker):
-    """Is killed before it broadcasts its bucket while a file "die" lies in the folder."""
+class SlowShares:
+    """Takes a while before it reads the last of all its tensors."""
+
+    def __init__(self, shares: Any) -> None:
+        self._shares = shares
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shares, name)
+
+    def read(self, specs: Any, into: Any) -> Iterator[torch.Tensor]:
+        """As the shares do."""
+        tensors = self._shares.read(specs, into)
+        for number in range(1, len(into) + 1):
+            if number == len(self._shares.shares[RANK]):
+                time.sleep(1.0)
+            yield next(tensors)
+        # The other ranks' tensors need this one's parts.
+        yield from tensors
+
+
+class SlowWorker(RankWorker):
+    """Is the last to have read its share; is killed before it broadcasts its bucket while a file
+    "die" lies in the folder."""
+
+    @property
+    def shares(self) -> Any:
+        """Of every rank, as this one reads them."""
+        return SlowShares(super().shares)
 
     def carry_out(self, transport: Any, order: Any) -> Any:
         if isinstance(order, Broadcast) and order.rank == RANK and (FOLDER / "die").exists():
@@ -118,7 +145,7 @@ def run_ranks() -> None:
     with ExitStack() as stack:
         for name in ("shared_memory", "disk", "collective"):
             run = load_run(FOLDER / name)
-            make_worker = DyingWorker if RANK == 3 else RankWorker
+            make_worker = SlowWorker if RANK == 3 else RankWorker
             work, watchdog = join_ranks(run, stack, make_worker=make_worker)
             if RANK:
                 follow(work, watchdog)

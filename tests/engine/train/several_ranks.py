@@ -51,8 +51,29 @@ class ShardsOnABadDisk(Shards):
         return super().write()
 
 
+class SlowToLeave:
+    """A rank's tensors, which take a while to leave the device; a file "left" says that they have."""
+
+    def __init__(self, placement: Any) -> None:
+        self._placement = placement
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._placement, name)
+
+    def leave(self, *, keeps_weights: bool) -> None:
+        """As the placement does."""
+        time.sleep(0.3)
+        self._placement.leave(keeps_weights=keeps_weights)
+        (FOLDER / "left").touch()
+
+
 class StoppingWorker(RankWorker):
-    """Stops dead in a step while a file "stop" lies in the folder."""
+    """Stops dead in a step while a file "stop" lies in the folder; is slow to leave its device."""
+
+    @property
+    def placement(self) -> Any:
+        """Whether this rank's tensors are on its device."""
+        return SlowToLeave(super().placement)
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         if (FOLDER / "stop").exists():
@@ -69,6 +90,8 @@ def weights_after_journeys(
         if is_travelling:
             ranks.leave()
             assert ranks.worker.placement.is_away
+            # Servers may take the memory of every device now.
+            (FOLDER / "left").unlink()
             ranks.come_back(weights_only=True)
             assert not ranks.worker.placement.is_away
             ranks.come_back()
