@@ -88,6 +88,18 @@ def gap_rising(seen: Seen) -> str | None:
     )
 
 
+def gap_high(seen: Seen) -> str | None:
+    """A step's tokens were sampled with other weights than those of their version."""
+    gaps = seen.column("train/logprob_gap_mean")
+    if not gaps or gaps[-1] <= seen.settings.max_gap:
+        return None
+    return (
+        f"servers and trainer disagree by {gaps[-1]:.2g} nats on tokens of the trainer's version: "
+        "servers hold wrong weights, or compute otherwise, and little is learned from such tokens. "
+        'publish.verify="probe" compares both after each publish'
+    )
+
+
 def all_stale(seen: Seen) -> str | None:
     """Nearly every group that is over was dropped as too old."""
     if not seen.stats or not seen.old_stats:
@@ -153,6 +165,7 @@ def silence(seen: Seen) -> str | None:
 RULES: dict[str, Callable[[Seen], str | None]] = {
     "reward_collapse": reward_collapse,
     "gap_rising": gap_rising,
+    "gap_high": gap_high,
     "all_stale": all_stale,
     "throughput_halved": throughput_halved,
     "disk_low": disk_low,

@@ -54,7 +54,10 @@ class AlarmSettings(_Section):
     gap_factor: float = Field(5.0, gt=1)
     """By how much the logprob gap may grow over that of the first steps."""
     min_gap: float = Field(0.02, gt=0)
-    """Nats; a smaller gap is no alarm."""
+    """Nats; a smaller gap is no rise."""
+    max_gap: float = Field(0.2, gt=0)
+    """Nats; a larger mean gap of one step, also the first, is an alarm. Servers with quantized
+    weights may need more."""
     max_stale_share: float = Field(0.9, gt=0, le=1)
     """Of the groups that are over, those dropped as too old."""
     min_throughput: float = Field(0.5, gt=0, lt=1)

@@ -53,6 +53,11 @@ def rewards(*levels: float, noise: float = 0.05, seed: int = 0) -> list[Row]:
             lambda: seen(column("train/logprob_gap_mean", [1e-7] * 20 + [1e-3] * 20)),
         ),
         (
+            "gap_high",
+            lambda: seen(column("train/logprob_gap_mean", [0.34])),
+            lambda: seen(column("train/logprob_gap_mean", [0.34, 0.01])),
+        ),
+        (
             "throughput_halved",
             lambda: seen(column("train/tokens_per_s", [900.0] * 30 + [400.0] * 10)),
             lambda: seen(column("train/tokens_per_s", [900.0] * 30 + [500.0] * 10)),

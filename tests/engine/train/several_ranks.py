@@ -52,7 +52,7 @@ class ShardsOnABadDisk(Shards):
 
 
 class SlowToLeave:
-    """A rank's tensors, which take a while to leave the device; a file "left" says that they have."""
+    """A rank's tensors, which are slow to leave the device; a file "left" says that they have."""
 
     def __init__(self, placement: Any) -> None:
         self._placement = placement
