@@ -25,6 +25,20 @@ from redis.retry import Retry
 
 from fakes.twin_keyspace import CommandError, Keyspace
 
+_CALL = b"""
+return function(call)
+  return function(...)
+    local words = {...}
+    for i, word in ipairs(words) do
+      -- As Redis before 7 does; on the way to Python the sign is lost.
+      if word == 0 and 1 / word < 0 then words[i] = '-0' end
+    end
+    return call(unpack(words))
+  end
+end
+"""
+"""Makes `redis.call`."""
+
 
 class Twin(Keyspace):
     """A keyspace that runs scripts."""
@@ -45,7 +59,8 @@ class Twin(Keyspace):
         self._table: Any = lupa.lua51.lua_type
         self._scripts: dict[bytes, Any] = {}
         names = self._lua.globals()
-        names[b"redis"] = self._lua.table_from({b"call": self._call})
+        call = self._lua.execute(_CALL)(self._call)
+        names[b"redis"] = self._lua.table_from({b"call": call})
         names[b"cmsgpack"] = self._lua.table_from({b"pack": self._pack, b"unpack": self._unpack})
 
     def subscribe(self, session: _Session, names: Sequence[bytes]) -> list[list[Any]]:

@@ -166,6 +166,8 @@ class Keyspace:
 
     def _hincrby(self, key: bytes, field: bytes, by: bytes) -> int:
         fields = self._typed(key, dict, create=True)
+        if b"%d" % int(by) != by:
+            raise CommandError("ERR value is not an integer or out of range")
         value = int(fields.get(field, b"0")) + int(by)
         fields[field] = b"%d" % value
         return value

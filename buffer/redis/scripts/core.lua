@@ -17,6 +17,9 @@ local function key(name) return prefix .. name end
 local ATTEMPTS, COUNTERS, VERSIONS = key('attempts'), key('counters'), key('versions')
 local function episode_key(episode_id) return prefix .. 'episode:' .. episode_id end
 
+-- HINCRBY by a number that was computed. Lua has a -0, which Redis before 7 passes on as '-0' and
+-- refuses as no integer; -0 + 0 is 0.
+local function add(hash, field, by) return redis.call('HINCRBY', hash, field, by + 0) end
 local function count(name, by) redis.call('HINCRBY', COUNTERS, name, by or 1) end
 local function number(value) return value and tonumber(value) or nil end
 

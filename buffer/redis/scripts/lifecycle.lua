@@ -104,7 +104,7 @@ local function shorten_archive(num)
     if not entry then return end
     local fields = cmsgpack.unpack(entry)
     redis.call('HINCRBY', STATE, 'archive_head', 1)
-    redis.call('HINCRBY', STATE, 'archive_tokens', -fields[5])
+    add(STATE, 'archive_tokens', -fields[5])
     stop_needing(episode_key(fields[1]), 'archiving')
   end
 end
@@ -169,8 +169,8 @@ end
 -- take it out again (`sign` is -1).
 local function add_to(hash, beginning, ms, tokens, sign)
   redis.call('HINCRBY', hash, beginning .. ':n', sign)
-  redis.call('HINCRBY', hash, beginning .. ':ms', sign * ms)
-  redis.call('HINCRBY', hash, beginning .. ':tokens', sign * tokens)
+  add(hash, beginning .. ':ms', sign * ms)
+  add(hash, beginning .. ':tokens', sign * tokens)
   redis.call('HINCRBY', hash, beginning .. ':s:' .. bound_of(ms / 1000, DURATION_BOUNDS_S), sign)
   redis.call('HINCRBY', hash, beginning .. ':t:' .. bound_of(tokens, TOKEN_BOUNDS), sign)
 end
@@ -187,7 +187,7 @@ local function enter_scored(group_id, column, sign)
   for i = 1, #fields, 2 do
     if string.sub(fields[i], 1, 7) == 'ledger:' then
       local name = 'train:' .. column .. string.sub(fields[i], 7)
-      redis.call('HINCRBY', LEDGER, name, sign * tonumber(fields[i + 1]))
+      add(LEDGER, name, sign * tonumber(fields[i + 1]))
     end
   end
 end
@@ -309,7 +309,7 @@ end
 local function release_held_credits()
   local held = number(redis.call('HGET', STATE, 'held')) or 0
   if held > 0 then
-    redis.call('HINCRBY', STATE, 'admitted', -held)
+    add(STATE, 'admitted', -held)
     redis.call('HSET', STATE, 'held', 0)
   end
 end
