@@ -1,4 +1,4 @@
-"""The auditor of chaos: what checkpoints and Redis prove about every task slot.
+"""The auditor of chaos: what checkpoints, metrics and Redis prove about slots and tokens.
 
 Owns: reading what Redis holds of a run, the lineage of the surviving weights, the verdict and its
 line. Does not own: who is killed and when (chaos, whole, forked). Invariant: it only reads; a
@@ -19,7 +19,11 @@ from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.keys import prefix
 from outloop.buffer.run import Run
+from outloop.buffer.telemetry import read_metrics
 
+_MAX_GAP = 0.02
+"""Nats, on average over a step's tokens of the trainer's version. Who goes on with a turn after a
+publish still has keys and values of the version before."""
 Mark = Mapping[str, Any]
 """The mark of a checkpoint, as its JSON holds it."""
 
@@ -161,12 +165,28 @@ class Account:
         )
 
 
-def account_of(run: Run, witness: Path | None = None) -> Account:
-    """What checkpoints, Redis and, where there is one, the file of a witness of updates say.
+def check_gaps(run_dir: Path) -> None:
+    """Tokens were sampled with the weights of the version that they are recorded as.
 
     Raises:
-        AssertionError: a slot was trained twice or lost, or they say different things.
+        AssertionError: the trainer computes other logprobs of a step's tokens.
     """
+    gaps = {
+        row["step"]: gap
+        for row in read_metrics(run_dir)
+        if (gap := row.get("train/logprob_gap_mean")) is not None and not gap <= _MAX_GAP
+    }
+    assert not gaps, f"sampled with other weights, by the logprob gaps of steps: {gaps}"
+
+
+def account_of(run: Run, witness: Path | None = None) -> Account:
+    """What checkpoints, Redis, metrics and, if there is one, the file of a witness of updates say.
+
+    Raises:
+        AssertionError: a slot was trained twice or lost, tokens were not sampled with the weights
+            of their version, or they say different things.
+    """
+    check_gaps(run.dir)
     reader = BufferReader.connect(run)
     held = read_held(reader, run)
     reader.close()

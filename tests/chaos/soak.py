@@ -7,8 +7,9 @@ run's folder are sampled; what a life of minutes lets grow is seen in parts that
 is not there, or one that was started again. Each series gets its slope by hour over the last half
 of the time, when caches are full, with an interval of 95 %. Exit code 0 if steps were made in every
 tenth of the time, or every minute of a short one, no series grows (judged from JUDGED_MINUTES on),
-nothing waits without a name, and the ledger closes. One grows whose whole interval is above its
-bound (`BOUNDS`); what fills for an hour is judged where the first half is longer than that.
+nothing waits without a name, the ledger closes, and tokens were sampled with the weights of their
+version. One grows whose whole interval is above its bound (`BOUNDS`); what fills for an hour is
+judged where the first half is longer than that.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from statistics import fmean, linear_regression
 
 import psutil
+from audit import check_gaps
 from faults import fault
 from hosts import hosts, why_not
 from matrix import ON_A_HOST, START_S
@@ -231,6 +233,7 @@ def soak(
         assert stack.end_training(120), "it does not stop"
         # Old checkpoints are gone, so slots that they trained are in no mark any more.
         assert stack.ledger_closes(), "the ledger does not close"
+        check_gaps(stack.run_dir)
     except AssertionError as error:
         problems.append(str(error))
     figures = {
