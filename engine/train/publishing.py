@@ -159,7 +159,7 @@ class PublishingBeside:
         """Copy the weights, once the version before is published, and let the thread go on."""
         self.finish()
         while not self._in_use.acquire(timeout=_POLL_S):
-            self._repeat()
+            self._wait_on()
         try:
             self._copy.fill()
             # No server that joins gets these weights under the number of the last ones.
@@ -177,9 +177,13 @@ class PublishingBeside:
         return self._last.result() if self._last is not None and self._last.done() else None
 
     def finish(self) -> PublishReport | None:
-        """Wait for it."""
+        """Wait for it.
+
+        Raises:
+            RankKilled, DeadlineExceeded: a rank is lost.
+        """
         while self._last is not None and not wait([self._last], timeout=_POLL_S).done:
-            self._repeat()
+            self._wait_on()
         return self.report()
 
     def look_after_servers(self) -> None:
@@ -229,8 +233,10 @@ class PublishingBeside:
     def _note(self, sentence: str) -> None:
         self._noted = sentence
 
-    def _repeat(self) -> None:
-        """Report progress, if the thread makes any: a publish that hangs is to be found."""
+    def _wait_on(self) -> None:
+        """Report progress, if the thread makes any: a publish that hangs is to be found. Nor does
+        the thread see that a rank is lost which it waits for: this one's collectives do."""
+        self._ranks.look()
         noted, self._noted = self._noted, ""
         if noted:
             self._on_wait(noted)

@@ -36,7 +36,8 @@ HOLD_S = 8.0
 LOOK_S = 0.1
 ALL_PARTS = (*PARTS, "rank", GRACE, "supervisor")
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
-    "rank": {"trainer": {"num_ranks": 2}},
+    # Two ranks that publish beside training.
+    "rank": {"trainer": {"num_ranks": 2}, "buffer": {"max_staleness": 1}},
     GRACE: {"run": {"launcher_grace_s": 60}},
     "supervisor": {"run": {"launcher_grace_s": 60}},
 }

@@ -131,6 +131,14 @@ class RankController:
             FenceExpired: the leases are lost.
         """
         self.watchdog.progress()
+        self.look()
+
+    def look(self) -> None:
+        """Find out whether a rank is lost; for polls of a wait for something in this process.
+
+        Raises:
+            RankKilled, DeadlineExceeded: one is.
+        """
         if self._has_followers and time.monotonic() - self._sent_at > self._interval_s:
             self._send(Idle())
 

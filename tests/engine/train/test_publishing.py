@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fakes.bandit_run import FAST, NEW_SERVER, Setup
-from outloop.buffer.errors import PublishFailed
+from outloop.buffer.errors import PublishFailed, RankKilled
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
@@ -155,6 +155,33 @@ def test_a_publish_is_repeated_once_and_then_ends_the_run(beside: Parts) -> None
         publishing.look_after_servers()
     assert settled == [1]
     assert not registry.joined
+
+
+class LostRank:
+    """The ranks, of which one is lost."""
+
+    def __init__(self, ranks: RankController) -> None:
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+    def look(self) -> None:
+        """As rank 0's next message to that rank does."""
+        raise RankKilled("trainer rank 1 is lost")
+
+
+def test_a_rank_that_is_lost_is_found_while_the_publish_waits(beside: Parts) -> None:
+    """Its thread may wait for that rank's answer for as long as trainer.rank_timeout_s."""
+    _, publisher, registry, ranks = beside
+    lost: Any = LostRank(ranks)
+    copy = CopiedWeights(ranks, is_probed=True)
+    publishing = PublishingBeside(lost, registry, publisher, lambda sentence: None, copy=copy)
+    publishing.begin(1, lambda: None)
+    with pytest.raises(RankKilled, match="rank 1 is lost"):
+        publishing.finish()
+    publisher.may_go_on.set()
+    publishing.close()
 
 
 def test_what_follows_a_publish_may_fail_too(beside: Parts) -> None:
