@@ -234,8 +234,8 @@ class PublishingBeside:
         self._noted = sentence
 
     def _wait_on(self) -> None:
-        """Report progress, if the thread makes any: a publish that hangs is to be found. Nor does
-        the thread see that a rank is lost which it waits for: this one's collectives do."""
+        """Report progress, if the thread makes any: a publish that hangs is to be found. And look
+        for lost ranks: the thread may wait for the answer of one, and a message shows the loss."""
         self._ranks.look()
         noted, self._noted = self._noted, ""
         if noted:

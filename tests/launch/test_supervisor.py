@@ -196,6 +196,8 @@ def test_an_interrupted_launcher_leaves_nothing(tmp_path: Path) -> None:
         import signal, sys
         from pathlib import Path
         from outloop.engine.launch.supervisor.client import supervised
+        # A shell has what it starts in the background ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         stubborn = "import signal; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "
         with supervised(Path(sys.argv[1]), "settings", 60.0) as supervisor:
             command = [sys.executable, "-c", stubborn + "signal.pause()"]
