@@ -129,6 +129,7 @@ class RankController:
 
         Raises:
             FenceExpired: the leases are lost.
+            RankKilled, DeadlineExceeded: a rank is lost.
         """
         self.watchdog.progress()
         self.look()
