@@ -22,6 +22,9 @@ from outloop.buffer.settings import Settings, build_settings, digest_of
 from outloop.buffer.settings.buffer import BufferSettings, holds_password
 from outloop.buffer.whole_file import whole_file
 
+HIDES_ALL = "*\n"
+"""What .gitignore of a run's folder holds."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunKeys:
@@ -128,7 +131,7 @@ def make_run_folder(settings: Settings, run_dir: Path) -> None:
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         run_dir.chmod(0o700)
-        _write_private(run_dir / ".gitignore", "*\n")
+        _write_private(run_dir / ".gitignore", HIDES_ALL)
     except OSError as error:
         raise SettingsError(
             f"run.dir={str(settings.run.dir)!r} run.name={settings.run.name!r}: the folder cannot "

@@ -11,19 +11,13 @@ import copy
 import difflib
 import hashlib
 import json
+import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import Field, ValidationError, model_validator
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Sampling
@@ -32,21 +26,19 @@ from outloop.buffer.settings.buffer import BufferSettings
 from outloop.buffer.settings.deploy import DeploySettings
 from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_evaluations
 from outloop.buffer.settings.recipes import DEFAULT_MAX_NEW_TOKENS, USES_PARTS, with_recipe
+from outloop.buffer.settings.section import Section
 from outloop.buffer.settings.server import ServerSettings, refuse_half_of_tls
 from outloop.buffer.settings.telemetry import AlarmSettings, TelemetrySettings
 from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.buffer.settings.trajectories import TrajectorySettings
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class RunSettings(_Section):
+class RunSettings(Section):
     """Where a run lives and how it is named."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """Folder under `dir` and key prefix in Redis."""
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,63}$")
+    """Folder under `dir` and key prefix in Redis: letters, digits, `.`, `_` and `-`, the last two
+    not in front."""
     dir: Path = Path("runs")
     """Folder in which each run has a folder of its own."""
     seed: int = 0
@@ -69,7 +61,7 @@ class RunSettings(_Section):
     are stopped, the trainer with a checkpoint. 0: they end with it. On one machine only."""
 
 
-class ModelSettings(_Section):
+class ModelSettings(Section):
     """The policy: a Hugging Face folder, or a repository of their hub."""
 
     path: Path
@@ -95,7 +87,7 @@ class ModelSettings(_Section):
 Governance = Literal["enforce", "record", "reject"]
 
 
-class SamplingSettings(_Section):
+class SamplingSettings(Section):
     """What trained traffic is sampled with, and what happens to a client's own values."""
 
     temperature: float = Field(1.0, gt=0)
@@ -145,7 +137,7 @@ class SamplingSettings(_Section):
         return self
 
 
-class UpstreamSettings(_Section):
+class UpstreamSettings(Section):
     """Another model, a judge for example: proxied, never recorded or trained."""
 
     base_url: str = Field(pattern=r"^https?://")
@@ -162,7 +154,7 @@ class UpstreamSettings(_Section):
     """A larger answer is refused, or cut off if it is streamed."""
 
 
-class RouterSettings(_Section):
+class RouterSettings(Section):
     """The OpenAI-compatible front."""
 
     host: str = "127.0.0.1"
@@ -228,7 +220,7 @@ class RouterSettings(_Section):
         return self
 
 
-class PublishSettings(_Section):
+class PublishSettings(Section):
     """How weights reach the servers."""
 
     transport: Literal["shared_memory", "cuda_ipc", "collective", "disk"] = "shared_memory"
@@ -257,12 +249,8 @@ class PublishSettings(_Section):
     server.dtype, each rank its share) and trains on while they are published. false: it waits."""
 
 
-class Settings(BaseSettings):
+class Settings(Section):
     """Every setting of a run; see `load_settings` for where values come from."""
-
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", env_prefix="OUTLOOP_", env_nested_delimiter="__"
-    )
 
     run: RunSettings = RunSettings()  # type: ignore[call-arg]
     model: ModelSettings
@@ -278,18 +266,6 @@ class Settings(BaseSettings):
     alarms: AlarmSettings = AlarmSettings()  # type: ignore[call-arg]
     trajectories: TrajectorySettings = TrajectorySettings()  # type: ignore[call-arg]
     deploy: DeploySettings = DeploySettings()  # type: ignore[call-arg]
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Take explicit values only: `load_settings` merges file, environment and flags."""
-        return (init_settings,)
 
     @model_validator(mode="before")
     @classmethod
@@ -609,10 +585,7 @@ def _read_layers(path: Path, above: tuple[Path, ...]) -> list[tuple[str, dict[st
     if path.resolve() in [one.resolve() for one in above]:
         chain = " -> ".join(str(one) for one in (*above, path))
         raise SettingsError(f"settings files extend each other in a circle: {chain}; break it")
-    try:
-        tree = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise SettingsError(f"settings file path={str(path)!r} is not TOML: {error}") from error
+    tree = read_toml(path)
     bases = tree.pop("extends", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -622,6 +595,32 @@ def _read_layers(path: Path, above: tuple[Path, ...]) -> list[tuple[str, dict[st
         )
     layers = [layer for base in bases for layer in _read_layers(path.parent / base, (*above, path))]
     return [*layers, (str(path), tree)]
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        SettingsError: it cannot be read, or is not TOML in UTF-8.
+    """
+    try:
+        content = path.read_bytes()
+        if b"\0" in content:
+            raise SettingsError(
+                f"settings file path={str(path)!r} is not UTF-8 text, perhaps UTF-16; save it as "
+                "UTF-8"
+            )
+        return tomllib.loads(content.decode("utf-8-sig"))
+    except OSError as error:
+        raise SettingsError(
+            f"settings file path={str(path)!r} cannot be read ({error}); make it readable"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(
+            f"settings file path={str(path)!r} is not UTF-8 text ({error}); save it as UTF-8"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"settings file path={str(path)!r} is not TOML: {error}") from error
 
 
 def trace_settings(
@@ -635,7 +634,7 @@ def trace_settings(
     settings = load_settings(path, overrides)
     layers = [
         *read_layers(path),
-        ("environment", EnvSettingsSource(Settings)()),
+        ("environment", _read_environment()),
         *((f"--set {override}", _parse_override(override)) for override in overrides),
     ]
     origins: dict[str, str] = {}
@@ -681,9 +680,9 @@ def settings_of(
         source: where `tree` came from, for errors.
     """
     merged = copy.deepcopy(dict(tree))
-    _merge(merged, EnvSettingsSource(Settings)())
+    _merge(merged, _read_environment())
     for override in overrides:
-        _merge(merged, _parse_override(override))
+        _merge(merged, _parse_override(override), empties=True)
     if isinstance(env := merged.setdefault("env", {}), dict):
         env.setdefault("import_dir", folder.resolve())
     return build_settings(merged, source=source)
@@ -693,7 +692,7 @@ def with_overrides(settings: Settings, overrides: tuple[str, ...]) -> Settings:
     """`settings` with `section.key=value` overrides; raises as load_settings."""
     tree = settings.model_dump(mode="json")
     for override in overrides:
-        _merge(tree, _parse_override(override))
+        _merge(tree, _parse_override(override), empties=True)
     return build_settings(tree, source="overrides")
 
 
@@ -717,34 +716,123 @@ def _parse_override(override: str) -> dict[str, Any]:
         raise SettingsError(
             f"--set {override!r} is not section.key=value; for example --set trainer.num_steps=10"
         )
-    try:
-        value = tomllib.loads(f"value = {text.strip()}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
+    return _tree_of(parts, text.strip(), origin=f"--set {override}")
+
+
+_PREFIX = "OUTLOOP_"
+
+
+def _read_environment() -> dict[str, Any]:
+    """The settings in the variables OUTLOOP_SECTION__KEY, all in capitals.
+
+    Raises:
+        SettingsError: a variable names no setting, or has small letters.
+    """
+    tree: dict[str, Any] = {}
+    for variable, text in sorted(os.environ.items()):
+        name = variable.upper()
+        if not name.startswith(_PREFIX) or "__" not in name.removeprefix(_PREFIX):
+            continue
+        if variable != name:
+            raise SettingsError(
+                f"environment variable {variable}: settings are read from variables in capitals "
+                f"alone; rename it to {name}, or unset it"
+            )
+        parts = name.removeprefix(_PREFIX).lower().split("__")
+        _merge(tree, _tree_of(parts, text, origin=f"environment variable {variable}"))
+    return tree
+
+
+def _tree_of(parts: list[str], text: str, *, origin: str) -> dict[str, Any]:
+    """A tree with one setting, whose value is read as TOML or JSON where its type is not text.
+
+    Raises:
+        SettingsError: there is no such setting; `origin` says where it was given.
+    """
+    for number, part in enumerate(parts):
+        known = _known_keys(tuple(parts[:number]))
+        if known and part not in known:
+            raise SettingsError(f"{origin}: {_unknown(parts[: number + 1], known)}")
+    value: Any = _value_of(text, _annotation_at(parts))
     for part in reversed(parts):
         value = {part: value}
-    return value
+    tree: dict[str, Any] = value
+    return tree
 
 
-def _merge(into: dict[str, Any], over: dict[str, Any]) -> None:
+def _value_of(text: str, annotation: Any) -> Any:
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return text
+    types = _types_in(annotation)
+    is_text = not types.isdisjoint((str, Path)) and types.isdisjoint((int, float, bool, Any))
+    return value if isinstance(value, str | list | dict) or not is_text else text
+
+
+def _types_in(annotation: Any) -> set[Any]:
+    """The types that a single value may have; that of a Literal is its values'."""
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    if get_origin(annotation) in (dict, tuple) or not get_args(annotation):
+        return {get_origin(annotation) or annotation}
+    return set[Any]().union(*map(_types_in, get_args(annotation)))
+
+
+def _merge(into: dict[str, Any], over: dict[str, Any], *, empties: bool = False) -> None:
+    """Put the values of `over` into a tree; with `empties` an empty table empties what it names."""
     for key, value in over.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
+        if isinstance(value, dict) and isinstance(into.get(key), dict) and (value or not empties):
+            _merge(into[key], value, empties=empties)
         else:
             into[key] = value
 
 
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    model: type[BaseModel] = Settings
+def _annotation_at(location: Sequence[int | str]) -> Any:
+    """The type of a setting; Any where there is no such setting."""
+    annotation: Any = Settings
     for part in location:
-        info = model.model_fields.get(str(part))
-        annotation = info.annotation if info else None
-        # A table that may be left out: its model, or None.
-        annotation = next((one for one in get_args(annotation) if one is not NoneType), annotation)
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return list(model.model_fields)
+        annotation = _members(annotation).get(str(part), _of_any_key(annotation))
+    return annotation
+
+
+def _members(annotation: Any) -> dict[str, Any]:
+    """The type of each key of a table; empty for what is none, or has any keys."""
+    for one in (annotation, *get_args(annotation)):
+        if isinstance(one, type) and issubclass(one, Section):
+            return {name: field.annotation for name, field in one.model_fields.items()}
+    return {}
+
+
+def _of_any_key(annotation: Any) -> Any:
+    """The type of the values of a table with any keys."""
+    for one in (annotation, *get_args(annotation)):
+        if get_origin(one) is dict:
+            return get_args(one)[1]
+    return Any
+
+
+def _known_keys(location: Sequence[int | str]) -> list[str]:
+    return list(_members(_annotation_at(location)))
+
+
+_MAX_LISTED = 20
+"""Names of a section that a sentence may list."""
+
+
+def _unknown(location: Sequence[int | str], known: Sequence[str]) -> str:
+    """What to say of a key that does not exist: the nearest, or all where these are few."""
+    by_small = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(str(location[-1]).lower(), by_small, n=3)
+    sentence = f"unknown setting {'.'.join(map(str, location))}"
+    if near:
+        return f"{sentence}; did you mean {' or '.join(repr(by_small[name]) for name in near)}?"
+    if len(known) <= _MAX_LISTED:
+        return f"{sentence}; allowed here: {', '.join(sorted(known))}"
+    return f"{sentence}; `outloop settings CONFIG` prints all of them"
 
 
 def _sentence(error: ValidationError, source: str) -> str:
@@ -752,10 +840,7 @@ def _sentence(error: ValidationError, source: str) -> str:
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            known = _known_keys(item["loc"][:-1])
-            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            lines.append(f"unknown setting {name}; {hint}allowed here: {', '.join(sorted(known))}")
+            lines.append(_unknown(item["loc"], _known_keys(item["loc"][:-1])))
         elif item["type"] == "missing":
             lines.append(f"setting {name} is missing; add it to {source}")
         elif item["type"] == "value_error":

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qs, urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from outloop.buffer.settings.section import Section
 
 
-class BufferSettings(BaseModel):
+class BufferSettings(Section):
     """The Redis hand-off."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     redis_url: str | None = None
     """None: start an embedded server in the run folder. sentinel://host:port,host:port/group/db:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from outloop.buffer.settings.section import Section, refuse_two_spellings
 
 Part = Literal["redis", "router", "server", "trainer", "runner", "archiver", "monitor"]
 _SLURM_OWNED = {
@@ -24,10 +26,8 @@ _SLURM_OWNED = {
 """sbatch's options that outloop sets itself -> the setting, or what sets it."""
 
 
-class PartResources(BaseModel):
+class PartResources(Section):
     """What one process of a part is given by a cluster."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     cpus: int = Field(1, gt=0)
     """CPU cores."""
@@ -46,10 +46,8 @@ _DEFAULTS: dict[Part, PartResources] = {
 }
 
 
-class DeploySettings(BaseModel):
+class DeploySettings(Section):
     """What `outloop submit` and `outloop manifests` ask of a cluster; without effect elsewhere."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     image: str | None = None
     """Kubernetes, SkyPilot: image with outloop and, in /project, the folder of your settings."""
@@ -82,6 +80,7 @@ class DeploySettings(BaseModel):
     @field_validator("slurm")
     @classmethod
     def _refuse_owned(cls, table: dict[str, Any]) -> dict[str, Any]:
+        refuse_two_spellings("deploy.slurm", table)
         for name in table:
             owner = _SLURM_OWNED.get(name.replace("_", "-"))
             if owner is not None:

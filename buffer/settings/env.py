@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from outloop.buffer.settings.section import Section
 
 
-class TaskSourceSettings(BaseModel):
+class TaskSourceSettings(Section):
     """One list of tasks of a mixture."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str
     """JSONL file, or package.module:function returning an iterable of tasks."""
@@ -22,10 +22,8 @@ class TaskSourceSettings(BaseModel):
     """Added to the priority of each of its tasks; higher is played earlier, not more often."""
 
 
-class EnvSettings(BaseModel):
+class EnvSettings(Section):
     """Tasks, the agent that plays them, the verifier, and limits of episodes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rollout_function_path: str | None = None
     """package.module:function, `async def play(task, episode) -> reward`."""
@@ -106,10 +104,8 @@ class EnvSettings(BaseModel):
     """The run stops when a larger share of attempts ended without a result (after 200 attempts)."""
 
 
-class EvalSuiteSettings(BaseModel):
+class EvalSuiteSettings(Section):
     """One named evaluation with a schedule of its own; see docs/evaluation.md."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tasks: str | None = None
     """JSONL file, or package.module:function; left out: the tasks of env.eval_tasks, or the split
@@ -126,10 +122,8 @@ class EvalSuiteSettings(BaseModel):
     """An episode with this reward or more passes, for pass_at_K and majority_at_K."""
 
 
-class EvalSettings(BaseModel):
+class EvalSettings(Section):
     """Evaluation episodes on a schedule, through the same router, never trained."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     every: int = Field(0, ge=0)
     """Policy versions between evaluations; 0: none. Version 0 and the last are evaluated too."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from outloop.buffer.settings.section import Section, refuse_two_spellings
 
 _SGLANG_OWNED = {
     "model_path": "model.path",
@@ -43,10 +45,8 @@ def refuse_half_of_tls(section: str, cert_file: Path | None, key_file: Path | No
         )
 
 
-class ServerSettings(BaseModel):
+class ServerSettings(Section):
     """The inference servers."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["torch", "sglang"] = "torch"
     """torch: the small server of this repository, for laptops. sglang: SGLang."""
@@ -147,6 +147,7 @@ class ServerSettings(BaseModel):
                 f"{self.num_servers}: these servers have a key of the run; leave the file out, or "
                 "attach to server.urls with server.num_servers = 0"
             )
+        refuse_two_spellings("server.sglang", self.sglang)
         keys = {key.replace("-", "_") for key in self.sglang}
         is_on_gpu = self.kind == "sglang" and self.device.startswith("cuda")
         if is_on_gpu and self.dtype == "float32" and "attention_backend" not in keys:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from outloop.buffer.settings.section import Section
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class TelemetrySettings(_Section):
+class TelemetrySettings(Section):
     """Logs and metrics."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -40,7 +38,7 @@ class TelemetrySettings(_Section):
     """Warn after this many steps in a row without a group that had signal."""
 
 
-class AlarmSettings(_Section):
+class AlarmSettings(Section):
     """When the monitor says that a run goes wrong."""
 
     enabled: bool = True

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from outloop.buffer.settings.recipes import EFFECTS, RL_ONLY, Recipe, trainer_defaults
+from outloop.buffer.settings.section import Section
 
 
-class CriticSettings(BaseModel):
+class CriticSettings(Section):
     """The critic of `advantage = "gae"`, and what advantages are made of its values."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["model", "head"] = "model"
     """model: a model of its own on the trainer's ranks, split as the policy is. head: a linear head
@@ -68,14 +67,12 @@ class CriticSettings(BaseModel):
         return self
 
 
-class TeacherSettings(BaseModel):
+class TeacherSettings(Section):
     """Whom the policy is pulled towards on its own tokens (distillation), and how.
 
     The teacher is the model in `path`, the one that `urls` serve, or, with neither, the policy
     itself, which then has to see more than the policy saw: `context_key`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path | None = None
     """Hugging Face folder with the policy's tokenizer; scored by the trainer's own ranks, at the
@@ -106,10 +103,8 @@ class TeacherSettings(BaseModel):
     """Ids of the text; groups with a longer one are dropped as overlong."""
 
 
-class SourceSettings(BaseModel):
+class SourceSettings(Section):
     """What is different for the groups of one of several lists of env.tasks."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     advantage: Literal["grpo", "dr_grpo", "rloo", "best_of_n", "reward_to_go"] | None = None
     """How their rewards become advantages; left out: trainer.advantage."""
@@ -136,10 +131,8 @@ class SourceSettings(BaseModel):
         return self
 
 
-class CurriculumSettings(BaseModel):
+class CurriculumSettings(Section):
     """Weights of the lists of env.tasks that follow how often each is solved."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     every: int = Field(0, ge=0)
     """Steps between changes of the weights; 0: they stay."""
@@ -151,10 +144,8 @@ class CurriculumSettings(BaseModel):
     """Of the measured rate, from take to take; 0: the newest take alone."""
 
 
-class TrainerSettings(BaseModel):
+class TrainerSettings(Section):
     """The algorithm, the optimizer, and where the trainer runs."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: Literal["rl", "sft"] = "rl"
     """rl, or sft: supervised training on env.conversations, for a warm start."""

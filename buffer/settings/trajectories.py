@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from outloop.buffer.settings.section import Section
 
 
-class TrajectorySettings(BaseModel):
+class TrajectorySettings(Section):
     """What is kept of ended episodes, in runs/NAME/trajectories."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     enabled: bool | None = None
     """Keep every ended episode with its tokens. Left out: if pyarrow is installed, which

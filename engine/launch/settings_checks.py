@@ -6,10 +6,11 @@ import difflib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from outloop.buffer.chat_format import chat_format_of
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.run import make_run_folder, read_secret
+from outloop.buffer.run import HIDES_ALL, make_run_folder, read_secret
 from outloop.buffer.settings import Settings
 from outloop.buffer.tls import check_certificate
 from outloop.buffer.trackers.tracker import check_tracker
@@ -40,7 +41,21 @@ def check_before_start(settings: Settings, *, plays: bool = True) -> None:
         SettingsError: with the sentence that says what to change.
     """
     check_settings(settings, plays=plays)
-    make_run_folder(settings, settings.run.dir / settings.run.name)
+    folder = settings.run.dir / settings.run.name
+    _refuse_other_folder(folder)
+    make_run_folder(settings, folder)
+
+
+def _refuse_other_folder(folder: Path) -> None:
+    """Refuse a folder that holds files and is no run's: they would be hidden and mixed up."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    mark = folder / ".gitignore"
+    is_run = "run.json" in names or (mark.is_file() and mark.read_text() == HIDES_ALL)
+    if names and not is_run:
+        raise SettingsError(
+            f"run.dir={str(folder.parent)!r} with run.name={folder.name!r} is a folder with other "
+            f"files ({', '.join(names[:3])}); choose another run.name"
+        )
 
 
 def check_settings(settings: Settings, *, plays: bool = True) -> None:

@@ -182,3 +182,20 @@ def test_an_output_that_cannot_be_written_is_refused_first(
     with pytest.raises(SettingsError, match="'/proc/out.*' cannot be written"):
         CliRunner().invoke(cli, words, catch_exceptions=False)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["agent", "data"])
+def test_a_folder_with_other_files_is_no_run_s_folder(
+    make_settings: MakeSettings, tmp_path: Path, name: str
+) -> None:
+    """A run is not written over what the user has; its own folder is taken again."""
+    settings = make_settings(run={"dir": str(tmp_path), "name": name})
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine.py").touch()
+    (tmp_path / name / ".gitignore").write_text("*.pyc\n")
+    with pytest.raises(SettingsError, match="is a folder with other files"):
+        check_before_start(settings)
+    assert sorted(path.name for path in (tmp_path / name).iterdir()) == [".gitignore", "mine.py"]
+    again = make_settings(run={"dir": str(tmp_path), "name": "fresh"})
+    check_before_start(again)
+    check_before_start(again)
