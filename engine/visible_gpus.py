@@ -25,6 +25,8 @@ class Gpu:
     memory_mb: int = 0
     generation: int | None = None
     """The first number of its compute capability: 8 Ampere, 9 Hopper, 10 and up Blackwell."""
+    index: int | None = None
+    """Its number in the driver's order, that of the bus; None where not known."""
     pci: str = ""
     """Its address on the bus as the kernel writes it, 0000:3b:00.0; empty where not known."""
 
@@ -60,7 +62,15 @@ def list_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
                 major = rest[0].partition(".")[0] if rest else ""
                 generation = int(major) if major.isdecimal() else None
                 pci = _kernel_address(rest[1]) if len(rest) > 1 else ""
-                gpu = Gpu(id=uuid, name=name, memory_mb=size, generation=generation, pci=pci)
+                number = int(index) if index.isdecimal() else None
+                gpu = Gpu(
+                    id=uuid,
+                    name=name,
+                    memory_mb=size,
+                    generation=generation,
+                    index=number,
+                    pci=pci,
+                )
                 found.append((index, gpu))
     if VISIBLE not in environment:
         return tuple(gpu for _, gpu in found)

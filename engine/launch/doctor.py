@@ -24,11 +24,13 @@ from rich.table import Table
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
 from outloop.engine.gpu_libraries import libraries_of
-from outloop.engine.launch.finding import Finding
+from outloop.engine.launch.finding import Finding, bad, good
 from outloop.engine.launch.gpu_placement import place_gpus
 from outloop.engine.launch.nccl_release import check_nccl, uses_nccl
 from outloop.engine.launch.run_readiness import examine_run
 from outloop.engine.machine_binding import read_numa
+from outloop.engine.serve.sglang.arguments import process_environment
+from outloop.engine.serve.sglang.gpu_environment import check_memory_saver, saves_memory
 from outloop.engine.train.megatron.release import TRIED
 from outloop.engine.visible_gpus import list_gpus
 
@@ -108,6 +110,13 @@ def _placement(settings: Settings, trainer_python: Path) -> list[Finding]:
                     what="NCCL", found="refused", is_ok=False, is_required=True, advice=str(error)
                 )
             )
+    server = settings.server
+    if server.kind == "sglang" and server.num_servers and saves_memory(settings):
+        try:
+            check_memory_saver(settings, process_environment(settings))
+            findings.append(good("SGLang's memory saver", "can be loaded"))
+        except SettingsError as error:
+            findings.append(bad("SGLang's memory saver", "refused", str(error)))
     return findings
 
 

@@ -16,6 +16,7 @@ from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.routed_experts import replayed_shape
 from outloop.buffer.settings import Settings
 from outloop.engine.serve.sglang.cpu_environment import find_python, shims_folder
+from outloop.engine.serve.sglang.gpu_environment import gpu_environment
 
 REFUSED_EXIT_CODE = 2
 """Exit code of entrypoint.py when SGLang does not know an argument."""
@@ -125,6 +126,8 @@ def process_environment(settings: Settings) -> dict[str, str]:
     environment = {**own, **os.environ}
     # SGLang must not import our packages.
     environment.pop("PYTHONPATH", None)
+    if settings.server.device.startswith("cuda"):
+        environment |= gpu_environment(settings, environment)
     if settings.server.device == "cpu":
         environment |= {
             "PYTHONPATH": str(shims_folder()),
