@@ -59,7 +59,12 @@ async def attach(run: Run, registration: Registration, url: str, *, stop: asynci
             held = await watch.weight_version()
             if held is not None and not is_entered:
                 await asyncio.to_thread(
-                    check_logprobs, registration.server_id, url, timeout_s=timeout_s, key=key
+                    check_logprobs,
+                    registration.server_id,
+                    url,
+                    dtype=run.settings.server.dtype,
+                    timeout_s=timeout_s,
+                    key=key,
                 )
                 await enter()
                 _log.info("server_attached", server_id=registration.server_id, url=url)

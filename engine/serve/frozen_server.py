@@ -60,6 +60,7 @@ class FrozenServer:
                 check_logprobs,
                 self._server_id,
                 self._url,
+                dtype=server.dtype,
                 timeout_s=server.start_timeout_s,
                 key=self._run.server_key,
             )

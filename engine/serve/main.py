@@ -65,6 +65,7 @@ async def serve(
             check_logprobs,
             registration.server_id,
             url,
+            dtype=server.dtype,
             timeout_s=server.start_timeout_s,
             key=run.server_key,
         )

@@ -314,7 +314,7 @@ async def test_version_and_info(server: Any) -> None:
 async def test_its_logprobs_are_of_what_it_samples(server: Any) -> None:
     """It passes the question that is asked when it joins, also when somebody left it paused."""
     await server.post("/pause_generation", mode="retract")
-    await asyncio.to_thread(check_logprobs, "server-0", server.url, timeout_s=60)
+    await asyncio.to_thread(check_logprobs, "server-0", server.url, dtype="float32", timeout_s=60)
 
 
 async def test_a_server_tells_among_which_ids_it_sampled(server: Any) -> None:

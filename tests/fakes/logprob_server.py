@@ -4,6 +4,11 @@
     server = LogprobServer("raw")       # of the logits, whatever T is
     server = LogprobServer("flat")      # every logit alike
     server = LogprobServer("none")      # no top logprobs at all
+    server = LogprobServer("rounded")   # of logits that were rounded to bfloat16
+    server = LogprobServer("rounded raw")
+
+Rounded logits lie near 8. Those of a prompt of six ids are closer together than others, and
+a prefix from the cache moves the likeliest one by a bit.
 
 Serves `/continue_generation` and `/generate` with `top_logprobs_num`; `close` ends it.
 """
@@ -15,6 +20,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 NUM_IDS = 40
+BIT = 1 / 16
+"""The last bit of a bfloat16 from 8 to 16."""
 
 
 class LogprobServer(ThreadingHTTPServer):
@@ -25,6 +32,7 @@ class LogprobServer(ThreadingHTTPServer):
     def __init__(self, behaviour: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.behaviour = behaviour
+        self._cached: set[tuple[str | None, tuple[int, ...]]] = set()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -33,14 +41,25 @@ class LogprobServer(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def top_logprobs(self, temperature: float, num: int) -> list[list[Any]]:
+    def top_logprobs(
+        self, prompt: tuple[int, ...], extra_key: str | None, temperature: float, num: int
+    ) -> list[list[Any]]:
         """The likeliest ids' logprobs, as this server tells them."""
-        if self.behaviour == "raw":
+        if "raw" in self.behaviour:
             temperature = 1.0
-        step = 0.0 if self.behaviour == "flat" else 0.1
-        logits = [-step * index / temperature for index in range(NUM_IDS)]
+        logits = self._logits(prompt, is_cached=(extra_key, prompt) in self._cached)
+        self._cached.add((extra_key, prompt))
+        logits = [logit / temperature for logit in logits]
         total = math.log(sum(math.exp(logit) for logit in logits))
         return [[logit - total, index, None] for index, logit in enumerate(logits[:num])]
+
+    def _logits(self, prompt: tuple[int, ...], *, is_cached: bool) -> list[float]:
+        if "rounded" not in self.behaviour:
+            step = 0.0 if self.behaviour == "flat" else 0.1
+            return [-step * index for index in range(NUM_IDS)]
+        step = 0.01 if len(prompt) == 6 else 0.1
+        logits = [round((9 - step * index) / BIT) * BIT for index in range(NUM_IDS)]
+        return [logits[0] + (BIT if is_cached else 0.0), *logits[1:]]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -55,7 +74,12 @@ class _Handler(BaseHTTPRequestHandler):
             answer = {"output_ids": [0], "meta_info": {}}
             if self.server.behaviour != "none":
                 temperature = body["sampling_params"]["temperature"]
-                top = self.server.top_logprobs(temperature, body["top_logprobs_num"])
+                top = self.server.top_logprobs(
+                    tuple(body["input_ids"]),
+                    body.get("extra_key"),
+                    temperature,
+                    body["top_logprobs_num"],
+                )
                 answer["meta_info"]["output_top_logprobs"] = [top]
         content = json.dumps(answer).encode()
         self.send_response(200)

@@ -1,12 +1,15 @@
 """Servers are asked what their logprobs mean before they are entered."""
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import pytest
 
 from fakes.logprob_server import LogprobServer
 from outloop.buffer.errors import OutloopError, PublishFailed, SettingsError
 from outloop.engine.serve.logprob_convention import check_logprobs
+
+REFUSED = r"ratio=1\.00.*2\.00 is allowed.*SGLANG_RETURN_ORIGINAL_LOGPROB"
 
 
 @pytest.fixture
@@ -24,24 +27,29 @@ def start() -> Iterator[Callable[[str], LogprobServer]]:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "error", "sentence"),
+    ("behaviour", "dtype", "error", "sentence"),
     [
-        ("scaled", None, ""),
-        ("flat", None, ""),
-        ("raw", SettingsError, r"ratio=1\.00.*2\.00 is allowed.*SGLANG_RETURN_ORIGINAL_LOGPROB"),
-        ("none", PublishFailed, "no top logprobs"),
+        ("scaled", "float32", None, ""),
+        ("flat", "float32", None, ""),
+        ("raw", "float32", SettingsError, REFUSED),
+        ("none", "float32", PublishFailed, "no top logprobs"),
+        ("scaled", "bfloat16", None, ""),
+        ("rounded", "bfloat16", None, ""),
+        ("rounded raw", "bfloat16", SettingsError, REFUSED),
     ],
 )
 def test_logprobs_must_be_those_of_what_is_sampled(
     behaviour: str,
+    dtype: Literal["float32", "bfloat16"],
     error: type[OutloopError] | None,
     sentence: str,
     start: Callable[[str], LogprobServer],
 ) -> None:
-    """At T = 0.5 differences double; a server that tells those of the logits is refused."""
+    """At T = 0.5 differences double; a server that tells those of the logits is refused. Rounding
+    alone refuses none."""
     server = start(behaviour)
     if error is None:
-        check_logprobs("server-0", server.url, timeout_s=30)
+        check_logprobs("server-0", server.url, dtype=dtype, timeout_s=30)
         return
     with pytest.raises(error, match=sentence):
-        check_logprobs("server-0", server.url, timeout_s=30)
+        check_logprobs("server-0", server.url, dtype=dtype, timeout_s=30)
