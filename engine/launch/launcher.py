@@ -62,6 +62,8 @@ _RESTARTABLE = frozenset({"router", "runner", "server", "archiver", "monitor", "
 _FIRST_TO_STOP = ("trainer", "runner", "router")
 _OPTIONAL = frozenset({"archiver", "monitor", "tracker", "viewer"})
 """Parts without which a run goes on."""
+_NUM_LAST_LINES = 30
+"""Enough for what SGLang's scheduler says and for what its other processes say after it."""
 
 _log = structlog.get_logger()
 
@@ -96,6 +98,10 @@ class Launcher:
         self._started: dict[str, float] = {}
         self._due: dict[str, float] = {}
         """When each part that ended is started again, by the monotonic clock."""
+        self._exit_codes: dict[str, int] = {}
+        """With which each part ended last."""
+        self._has_shown: set[str] = set()
+        """Parts whose last lines are on the terminal, until they live long enough."""
         self._commands: dict[str, tuple[str, ...]] = {}
         self._held_port: socket.socket | None = None
         self._gpus = gpus
@@ -227,12 +233,25 @@ class Launcher:
         if not may_restart or wait_s is None:
             raise PartFailed(
                 f"{name} ended with exit_code={code}; the last lines of {process.log_path}:\n"
-                f"{process.last_words()}"
+                f"{process.last_words(_NUM_LAST_LINES)}"
             )
         self._due[name] = time.monotonic() + wait_s
         if wait_s:
             reason = end_reason(code, process.last_words(1))
-            _log.warning("part_ended", name=name, reason=reason, restart_in_s=wait_s)
+            lines = self._lines_of_repeated_end(name, process, code)
+            _log.warning("part_ended", name=name, reason=reason, restart_in_s=wait_s, **lines)
+        else:
+            self._has_shown.discard(name)
+        self._exit_codes[name] = code
+
+    def _lines_of_repeated_end(self, name: str, process: Part, code: int) -> dict[str, str]:
+        """Give the end of the log of a part that failed as before, once: the cause is above the
+        sentence with which it ended."""
+        if was_killed(code) or code != self._exit_codes.get(name) or name in self._has_shown:
+            return {}
+        self._has_shown.add(name)
+        # structlog writes text under this name as it is, line by line.
+        return {"exception": process.last_words(_NUM_LAST_LINES)}
 
     def _arguments_again(self, name: str, part: str) -> tuple[str, ...]:
         """With which a part is started again; forgets where its page was."""

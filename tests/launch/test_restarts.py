@@ -1,20 +1,26 @@
 """Parts that end are started again, without a limit over a run's life and not in a circle."""
 
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+import structlog
 
 from fakes.small_disk import small_disk
 from outloop.buffer.errors import BufferUnavailable, PartFailed
 from outloop.buffer.events import read_events
+from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.embedded import EmbeddedRedis
+from outloop.buffer.redis.run_meta import init_run
+from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings
+from outloop.engine.launch.gpu_placement import NOT_PLACED
 from outloop.engine.launch.launcher import Launcher, running
 from outloop.engine.launch.restarts import DEFAULT_BACKOFF, Backoff, Restarts
 
@@ -72,6 +78,38 @@ def test_a_part_that_lives_long_enough_is_started_again_without_limit(tmp_path: 
         for _ in range(4):
             kill()
         assert launcher.parts["runner-0"].exit_code is None
+
+
+class Failing:
+    """In the place of every part: a program that says why it fails, and then says more."""
+
+    def command(self, name: str, part: str, command: Sequence[str]) -> list[str]:
+        """Of the program."""
+        code = (
+            "print('out of memory', *['later'] * 15, 'see above', sep='\\n'); raise SystemExit(1)"
+        )
+        return [sys.executable, "-c", code]
+
+
+def test_a_part_that_fails_twice_alike_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    """Once on the terminal, and in the error with which the run ends."""
+    settings = Settings(
+        model={"path": tmp_path}, run={"dir": tmp_path}, env={"tasks": "rollouts:tasks"}
+    )
+    with EmbeddedRedis(tmp_path / "redis", fsync="no") as redis:
+        run = create_run(settings, tmp_path / "run", redis.start())
+        init_run(run)
+        reader = BufferReader.connect(run)
+        backoff = Backoff(first_s=0.01, max_short_lives=4)
+        launcher = Launcher(run, reader, threading.Event(), NOT_PLACED, backoff, Failing())
+        launcher.start("server-0", "server")
+        with structlog.testing.capture_logs() as logs, pytest.raises(PartFailed) as raised:
+            look_until(lambda: False, launcher)
+        reader.close()
+    ended = [log for log in logs if log["event"] == "part_ended"]
+    assert [log["reason"] for log in ended] == ["exit_code=1: see above"] * 3
+    assert ["out of memory" in log.get("exception", "") for log in ended] == [True, False, False]
+    assert "out of memory" in str(raised.value)
 
 
 @contextmanager
