@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outloop.engine.train.megatron.host_memory import host_bytes
 from outloop.engine.train.megatron.model_and_optimizer import Policy, optimizer_parts
 
 
@@ -132,7 +133,8 @@ class _Away:
             self._away.append((storage, size))
             if self._is_kept:
                 if len(self._copies.get(number, ())) != size:
-                    self._copies[number] = _host_memory(size, is_pinned=storage.is_cuda)
+                    cudart = torch.cuda.cudart() if storage.is_cuda else None
+                    self._copies[number] = host_bytes(size, cudart)
                 self._copies[number].copy_(_as_bytes(storage), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -170,15 +172,3 @@ def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _host_memory(size: int, *, is_pinned: bool) -> Tensor:
-    """Bytes on the host, pinned where that makes journeys faster.
-
-    Not by `pin_memory`, which rounds up to a power of two: 33 GB of moments would take 64.
-    """
-    memory = torch.empty(size, dtype=torch.uint8)
-    if is_pinned and size:
-        # A registration that fails leaves memory that is as good and slower.
-        torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
-    return memory
