@@ -332,10 +332,6 @@ test-ledger: $(STAMP)
 # Network namespaces; says so where it is not root.
 test-hosts: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/several_hosts.py
-# A host added to a run beside what `outloop plan` says of it; network namespaces too. Ten minutes.
-.PHONY: bench-hosts
-bench-hosts: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python -u tests/chaos/added_host.py
 soak: MINUTES = 60
 soak: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/soak.py --minutes $(MINUTES)

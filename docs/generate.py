@@ -33,20 +33,11 @@ from outloop.buffer.stats import STATS
 from outloop.buffer.telemetry import METRIC_PREFIXES, METRICS
 from outloop.buffer.transcripts import Transcript, TurnText
 from outloop.engine.launch.known_models import KNOWN_CONFIGS
-from outloop.engine.launch.plan import bounds, cost, memory, network, serving
+from outloop.engine.launch.plan import bounds, cost, memory, network
 from outloop.engine.launch.plan.fit import Gpus, fit, gib
 from outloop.engine.launch.plan.inputs import Inputs, load_plan
 from outloop.engine.launch.plan.report import Table as PlanTable
-from outloop.engine.launch.plan.report import (
-    level_table,
-    levels,
-    memory_table,
-    order_table,
-    packing_table,
-    size_table,
-    sizes,
-    transfer_table,
-)
+from outloop.engine.launch.plan.report import level_table, memory_table, size_table, transfer_table
 from outloop.router.metrics import RouterMetrics
 
 DOCS = Path(__file__).resolve().parent
@@ -181,100 +172,35 @@ while servers on its GPU have released theirs, a tenth of the GPU left free. `ma
 SCALING = """\
 # Scaling
 
-`outloop plan FILE` says how fast a run would be, how many GPUs should serve and how many train, what memory
-and networks it needs and what a step costs. It simulates the loop, event by event, under exactly the buffer's
-admission (a test compares each claim and each batch with the buffer's own scripts), and puts closed-form bounds beside
-it. `outloop plan --run runs/NAME` takes settings, step times and
-the lengths of episodes from a run's metrics and ledger, and prints what that run reached beside it: start
-with a small run, then change one thing.
+`outloop plan FILE` computes, before anything runs, the most steps per hour that a run can make, the best split of GPUs
+between servers and trainer, memory, transfers and the price of a step. Every formula is below with its source. You
+could do the same on paper. For the settings of a run, `outloop check CONFIG` says whether it fits its GPUs.
 
-The tables below are made by `make docs` from [scaling.toml](scaling.toml). **Its numbers are an example**: the
-trainer's speed was measured on one H100 ([gpu.md](gpu.md)), a server's speed and all of the network were
-not measured but taken from data sheets, and nothing here ran on more than one GPU. What a plan is good for is
-which limit comes first, and what would move it.
+Copy [scaling.toml](scaling.toml) and put your own measurements in. A short run gives them: `train/update_s`,
+`publish/duration_s` and the durations of episodes are in its metrics. The tables below come from that file. **Its
+numbers are an example**: the trainer's speed was measured on one H100 ([gpu.md](gpu.md)); the speeds of servers and
+networks are from data sheets. Nothing here ran on more than one GPU.
 
 ## Which level
 
-On four servers of one GPU and four trainer GPUs. "of the first" is the speed over that of the synchronous loop; the bound is what no
-schedule exceeds, by the name of what sets it ([bounds](#bounds)).
+Four servers of one GPU, four trainer GPUs. A run does not exceed the smallest bound, and comes near it where no
+other bound is near ([bounds](#bounds)).
 
 {levels}
 
-* Most of the gain comes by `max_staleness` 1 or 2: beyond that the age of tokens grows and the speed does not.
-* Once the trainer hardly waits, more depth would only make tokens older: `pipeline_depth = "auto"` stops there.
-
-## Stragglers on few servers
-
-`router.packed_turns_per_server = N`: when few episodes of training are in flight, their next turns are placed on as few
-servers as hold them with at most N turns on each, so that the other servers become empty. What that gives at the end of
-a synchronous batch, by the same command; a turn that moves is taken to cost nothing, and the share of servers without an
-episode is of the time in which some episode is in flight.
-
-{packing}
-
-* **A batch ends no earlier.** It ends with its longest episode, which is no faster on a server of its own. What packing
-  gives is empty servers, early and all at once: evaluation gets them (its turns go to servers without training), one
-  that is stopped or taken back by a spot market has no turn to hand over (`GET /servers` of the router: `is_spare`), and
-  one that loads weights mixes no versions in a turn. Without any use for them leave the setting out, as it is by default.
-* N is a number of turns that a server generates about as fast as one: decoding reads the weights once a step, whatever
-  the batch, so that 8 to 16 cost little where caches fit. Servers do not report how much of their KV memory is free: N is
-  what bounds it.
-* Fewer servers are used only where at most half as many as before are enough with a quarter of their N turns to spare,
-  and no episode came within the last second. So a turn moves at most log2(servers) times in a batch, and none goes back
-  and forth. Training's turns go on all servers again when the next batch starts.
-* An episode moves between two turns, never within one. The move costs one prefill of its context: 16,000 tokens at the
-  {prefill} tokens a second of the example are {move_s} s, once or twice in an episode of minutes. Where contexts
-  are long and turns are few, `router.packed_max_context_tokens` keeps long ones where their prefix is cached; their
-  servers do not become empty then.
-* While the trainer is busy and nothing is in flight, all servers are empty anyway. `over_provision` and `max_staleness` 1
-  use the servers for training instead, and gain what the table of levels says.
-* Where servers and trainer share GPUs, a step needs every GPU and waits for the last server: empty ones do not give their
-  memory back early.
-
-## Long tasks first
-
-`buffer.task_order = "longest_first"`: of the groups of a step, those of tasks whose earlier attempts took longest start
-first. What it gains where fewer episodes fit than a batch has (here half), each task having been played by one group
-before; mean and extremes over two seeds, by the same command.
-
-{order}
-
-* The buffer keeps the mean duration of each task's last 16 attempts or so, in complete groups and with their waits, and of
-  each source's last 256, whatever the order. A task that was not played yet counts as its source does; where nothing is
-  known, the longer `prompt` of the payload goes first (its whole payload, if it has no `prompt`). A higher `priority`
-  goes before.
-* The order changes within `trainer.groups_per_step` slots that follow each other, and the next ones start only after all of
-  them have: every epoch plays every task once, and none waits for longer than a step's groups. Only at the very end of a
-  run whose steps took refills may the last of a window, the shortest, not be played.
-* `buffer/length/rank_correlation` ([metrics.md](metrics.md)) says how well earlier attempts predict, under either order. In
-  the table it is of runs by slot. At 0.4 nothing is gained, at 0.6 a few percent that chance may take back (0.98 to 1.05
-  over four seeds), at 0.9 about 8 %. Where a batch's episodes all fit at once nothing can be gained. So `"slot"` is the
-  default.
+* The longest episode bounds a synchronous run. `max_staleness` 1 removes that bound.
+* Once the trainer binds, more staleness makes tokens older and nothing faster. `pipeline_depth = "auto"` stops there.
 
 ## How many GPUs, and how to split them
 
-From 64 GPUs on the batch grows with the cluster. `episodes/s per GPU` would be the same in all rows if scaling
-were linear; `bound by` says why it is not. Clusters whose batch is larger than is simulated are simulated as
-a slice, with the whole's update and publish. `after failures` takes off what failing GPUs cost.
+From 64 GPUs on the batch grows with the cluster. With linear scaling `episodes/s per GPU` would be equal in all rows.
 
 {sizes}
 
-* Where `groups in flight` bind, episodes are too long for the batches that may be in flight, and further GPUs
-  wait: raise `trainer.groups_per_step` or `buffer.max_staleness`, or use fewer GPUs.
-* Where `trainer` binds, servers are idle, and the other way round.
-* Servers may be spot GPUs, since a lost server costs a turn's unrecorded tokens; a trainer GPU costs a restart.
-
-## A host added to a run
-
-`outloop plan --run runs/NAME --runners N` says how fast that run would be with N runners. `make bench-hosts` (as root) checks it over
-network namespaces: Redis, router, trainer, a server and a runner with 8 places on one host, then a second host with another server
-and another runner joins the run. Episodes sleep for 6 to 14 seconds, so that places are the limit. 2026-11-23, six counted steps of 24
-episodes each, beside other work at a load average of 14 to 28 on two cores (the run's processes at a nice of -8):
-
-| | measured, steps/h | simulated | measured over simulated |
-|---|---|---|---|
-| one host | 121.4 | 115.7 | 1.049 |
-| two hosts, planned from the run on one | 245.9 | 244.1 | 1.007 |
+* Where `groups in flight` bind, episodes are too long for the batches in flight. Raise `trainer.groups_per_step` or
+  `buffer.max_staleness`, or use fewer GPUs.
+* Where `trainer` binds, servers are idle part of the time, and the reverse.
+* Servers may run on spot GPUs: a lost server costs one turn's unrecorded tokens. A lost trainer GPU costs a restart.
 
 ## Memory of a trainer rank
 
@@ -292,7 +218,8 @@ Four ranks, tensor-parallel by two, microbatches of 16,384 tokens, recomputation
 {inputs}
 ```
 
-Every input; without [servers] the seconds of episodes contain the model's, and clusters cannot be split.
+Every input is below. Without [servers] the seconds of episodes contain the model's time, and clusters cannot be split.
+[model] takes the names of a Hugging Face `config.json`, or `config`, the path of one.
 
 {names}
 
@@ -522,35 +449,21 @@ def members(documented: type) -> str:
 def scaling_page() -> str:
     """docs/scaling.md: tables of the plan in docs/scaling.toml, formulas and inputs from the code."""
     plan = load_plan(DOCS / "scaling.toml")
-    tables = (
-        level_table(levels(plan)),
-        packing_table(plan),
-        order_table(plan),
-        size_table(plan, sizes(plan)),
-        memory_table(plan),
-        transfer_table(plan),
-    )
-    shown = {table.title.split(" ")[0]: _markdown(table) for table in tables}
     formulas = "\n".join(
         f"### {title}\n\n{_formulas(module)}\n"
         for title, module in (
             ("Bounds", bounds),
-            ("Speed of servers", serving),
             ("Memory", memory),
             ("Networks", network),
-            ("Failures and prices", cost),
+            ("Prices", cost),
         )
     )
     return SCALING.format(
         inputs=(DOCS / "scaling.toml").read_text().strip(),
-        levels=shown["Levels,"],
-        packing=shown["Turns"],
-        prefill=f"{plan.inputs.servers.prefill_tokens_per_s:,.0f}",
-        move_s=f"{16000 / plan.inputs.servers.prefill_tokens_per_s:.1f}",
-        order=shown["Long"],
-        sizes=shown["Best"],
-        memory=shown["Memory"],
-        weights=shown["Seconds"],
+        levels=_markdown(level_table(plan)),
+        sizes=_markdown(size_table(plan)),
+        memory=_markdown(memory_table(plan)),
+        weights=_markdown(transfer_table(plan)),
         names=_plan_inputs(),
         formulas=formulas.strip(),
     )
@@ -614,11 +527,10 @@ def _markdown(table: PlanTable) -> str:
 
 
 def _formulas(module: ModuleType) -> str:
-    """What a module's docstring says after its contract."""
-    _, _, rest = inspect.getdoc(module).partition("Invariant:")  # type: ignore[union-attr]
-    if not rest:
-        _, _, rest = inspect.getdoc(module).partition("Owns:")  # type: ignore[union-attr]
-    return rest.partition("\n\n")[2].strip()
+    """Return a module's docstring without its first paragraph."""
+    text = inspect.getdoc(module) or ""
+    _, _, rest = text.partition("Invariant:") if "Owns:" in text else ("", "", text)
+    return (rest or text).partition("\n\n")[2].strip()
 
 
 def _plan_inputs() -> str:

@@ -1,14 +1,13 @@
-"""`make bench-async`: levels of asynchrony under agents that wait, beside the simulator.
+"""`make bench-async`: levels of asynchrony under agents that wait, beside a bare loop.
 
 Redis, router, torch server, runner and trainer as real processes train the calculator's policy from
 one warm start, once for each level and tail (waiting_calculator.py): synchronous, synchronous with
 partial rollouts, and depth "auto" under max_staleness 1, 2, 4 and 8. Every level plays the same
 tasks with the same waits for the same number of steps. In two more the agents do not wait and the
 trainer makes many passes, so that it is the limit; one of them publishes beside training, the other
-within it. The simulator of `outloop plan` is given the
-same waits and each run's own update time ("bare"), or besides what an episode and a step took on
-top ("with overheads"). Evaluation is counted apart. Writes runs/bench/async.json, and levels.json
-and async.png beside it.
+within it. bare_loop.py gives the time of a step with the same waits and each run's own update time
+("bare"). Evaluation is counted apart. Writes runs/bench/async.json, and levels.json and async.png
+beside it.
 
 `SEEDS=10` repeats everything with other seeds, `STEPS`, `LEVELS=sync,partial,4` (of the heavy tail;
 or whole names as heavy/k4 and trainer/beside) and `SCALE` (of the waits) change what is run;
@@ -33,16 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bare_loop import seconds_per_step
 from figures import OUT, say, tell
 from rich.console import Console
 from rich.table import Table
 
 from outloop.buffer.tasks.order import task_index
 from outloop.buffer.telemetry import read_metrics
-from outloop.engine.launch.plan.admission import Rules
 from outloop.engine.launch.plan.lengths import Lengths
-from outloop.engine.launch.plan.serving import Servers
-from outloop.engine.launch.plan.simulate import Episodes, Scenario, Simulated, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = OUT / ("async-rewards" if os.environ.get("REWARDS") == "1" else "async")
@@ -63,7 +60,6 @@ PLACES = 9 * GROUPS_PER_STEP * GROUP_SIZE
 OVER_PROVISION = 1.5
 NUM_EVAL, NUM_FINAL_EVAL = 64, 1024 if IS_FOR_REWARDS else 128
 RUN_TIMEOUT_S = 900
-NUM_BISECTIONS = 12
 POLL_S, REPORT_S = 0.5, 20.0
 DETECTABLE = 1.96 + 0.84
 """Standard errors of a difference that is found in four of five cases at the 5% level, two-sided.
@@ -73,8 +69,7 @@ TARGETS = {
     "level1_vs_sync": (1.5, math.inf),
     "best_vs_sync": (2.8, math.inf),
     "partial_vs_plain": (1.25, math.inf),
-    "least_vs_simulated": (0.9, math.inf),
-    "sim_error": (0.0, 0.15),
+    "least_vs_bare": (0.9, math.inf),
     "slow_share_ratio": (0.95, 1.05),
     "discarded_time_share": (0.0, 0.05),
     "trainer_wait_share": (0.0, 0.1),
@@ -96,19 +91,13 @@ class Level:
     """Other settings."""
 
     @property
-    def rules(self) -> Rules:
-        """The same for the simulator."""
-        return Rules(
-            group_size=GROUP_SIZE,
-            groups_per_step=GROUPS_PER_STEP,
-            max_staleness=self.max_staleness,
-            pipeline_depth=self.pipeline_depth,  # type: ignore[arg-type]
-            over_provision=self.over_provision,
-        )
+    def max_age(self) -> int:
+        """Publishes that a trained token may be old."""
+        return max(self.max_staleness, int(self.over_provision > 1.0))
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """The same for a run."""
+        """Settings of a run."""
         return (
             f"buffer.max_staleness={self.max_staleness}",
             f"buffer.pipeline_depth={json.dumps(self.pipeline_depth)}",
@@ -153,7 +142,7 @@ def chosen_levels() -> list[Level]:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one run reached, its first step left out, and what the simulator says of it."""
+    """Figures of one run without its first step, and of the bare loop."""
 
     level: str
     seed: int
@@ -174,8 +163,6 @@ class Result:
     """Of the time, what the trainer waited for publishes, copying the weights included."""
     overhead_s: float
     """Mean of what an attempt took beyond its wait, from its claim to its score."""
-    alone_s: float
-    """The same without the claim, where little else was going on: the tenth percentile."""
     staleness_mean: float
     staleness_max: float
     slow_share_ratio: float
@@ -187,7 +174,6 @@ class Result:
     eval_rewards: list[float]
     eval_errors: list[float]
     bare_step_s: float
-    plan_step_s: float
 
 
 def outloop(
@@ -302,7 +288,7 @@ def step_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def measure(level: Level, seed: int, run_dir: Path) -> Result:
-    """Read a finished run, and simulate it."""
+    """Read a finished run, and compute the bare loop beside it."""
     rows = step_rows(run_dir)
     later, last = rows[1:], rows[-1]
     waited = [row.get("train/evaluation_wait_s") or 0.0 for row in later]
@@ -315,7 +301,6 @@ def measure(level: Level, seed: int, run_dir: Path) -> Result:
     update_s = statistics.median(updates)
     played = np.loadtxt(episode_log(run_dir), ndmin=2)
     beyond = played[:, 0] - played[:, 1]
-    alone_s = max(1e-3, float(np.quantile(beyond, 0.1)))
     attempt_s = last["buffer/length/ended_s"]
     claim_s = max(0.0, attempt_s - float(played[:, 0].mean()))
     evaluations = [
@@ -332,16 +317,6 @@ def measure(level: Level, seed: int, run_dir: Path) -> Result:
     }
     # In a step whose groups had no signal no token is of any age.
     trained = [row for row in later if row["train/staleness_mean"] is not None]
-    bare = simulated(level, seed, update_s=update_s)
-    plan = with_overheads(
-        level,
-        seed,
-        update_s=statistics.fmean(updates),
-        publish_s=publish_s,
-        claim_s=claim_s,
-        alone_s=alone_s,
-        attempt_s=attempt_s,
-    )
     return Result(
         level=level.name,
         seed=seed,
@@ -354,7 +329,6 @@ def measure(level: Level, seed: int, run_dir: Path) -> Result:
         pause_s=statistics.median(row["publish/pause_s"] for row in later),
         publish_wait_share=sum(row["train/publish_wait_s"] for row in later) / played_s,
         overhead_s=claim_s + float(beyond.mean()),
-        alone_s=alone_s,
         staleness_mean=statistics.fmean(row["train/staleness_mean"] for row in trained),
         staleness_max=max(row["train/staleness_max"] for row in trained),
         slow_share_ratio=last.get("buffer/length/slow_share_ratio") or math.nan,
@@ -364,8 +338,7 @@ def measure(level: Level, seed: int, run_dir: Path) -> Result:
         eval_seconds=[float(ends[max(0, row["step"] - 1)]) for row in evaluations],
         eval_rewards=[row["eval/sampled_reward"] for row in evaluations],
         eval_errors=[row["eval/sampled_se"] for row in evaluations],
-        bare_step_s=bare.seconds_per_step,
-        plan_step_s=plan.seconds_per_step,
+        bare_step_s=bare_step_s(level, seed, update_s),
     )
 
 
@@ -393,78 +366,21 @@ def ranks(seed: int, slot: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.array([rank(question, attempt) for attempt in range(GROUP_SIZE)])
 
 
-def simulated(
-    level: Level,
-    seed: int,
-    *,
-    update_s: float,
-    publish_s: float = 0.0,
-    overhead_s: float = 0.0,
-    servers: Servers | None = None,
-) -> Simulated:
-    """The same tasks, waits and steps without any process."""
-    scenario = Scenario(
-        rules=level.rules,
-        episodes=Episodes(
-            seconds=waits(level.tail),
-            tokens=Lengths.constant(1.0 if servers else 0.0),
-            num_turns=2,
-            overhead_s=overhead_s,
-        ),
-        servers=servers,
-        places=PLACES,
+def bare_step_s(level: Level, seed: int, update_s: float) -> float:
+    """Return the seconds of a step with the same tasks, waits and steps without any process."""
+    values = waits(level.tail).values
+
+    def group_s(slot: int) -> float:
+        return float(max(values[(ranks(seed, slot) * len(values)).astype(int)]))
+
+    return seconds_per_step(
+        group_s,
         update_s=update_s,
-        publish_s=publish_s,
+        groups_per_step=GROUPS_PER_STEP,
+        max_age=level.max_age,
+        over_provision=level.over_provision,
         num_steps=NUM_STEPS,
-        num_warmup_steps=1,
-        has_end=True,
-        seed=seed,
-        quantiles=functools.partial(ranks, seed),
     )
-    return simulate(scenario)
-
-
-def with_overheads(
-    level: Level,
-    seed: int,
-    *,
-    update_s: float,
-    publish_s: float,
-    claim_s: float,
-    alone_s: float,
-    attempt_s: float,
-) -> Simulated:
-    """The same with what a step and an attempt took beside.
-
-    An attempt takes `alone_s` where nothing else goes on, and its share of the machine otherwise,
-    as on a server of the simulator. How much the machine does a second is chosen so that the mean
-    attempt takes the `attempt_s` that was measured; steps are then what the simulator makes of it.
-    """
-
-    def with_capacity(episodes_per_s: float) -> Simulated:
-        servers = Servers(
-            count=1,
-            tokens_per_s_alone=1.0 / alone_s,
-            tokens_per_s=min(episodes_per_s, PLACES / alone_s),
-            max_running=PLACES,
-        )
-        return simulated(
-            level,
-            seed,
-            update_s=update_s,
-            publish_s=publish_s,
-            overhead_s=claim_s,
-            servers=servers,
-        )
-
-    low, high = 0.1, 1e4
-    for _ in range(NUM_BISECTIONS):
-        middle = math.sqrt(low * high)
-        if with_capacity(middle).attempt_s > attempt_s:
-            low = middle
-        else:
-            high = middle
-    return with_capacity(high)
 
 
 # What all runs say together.
@@ -545,19 +461,14 @@ def figures_of(results: Sequence[Result]) -> dict[str, float]:
         name: mean_of(results, name, "bare_step_s") / mean_of(results, name, "step_s")
         for name in names
     }
-    errors = {
-        name: abs(mean_of(results, name, "plan_step_s") / mean_of(results, name, "step_s") - 1)
-        for name in names
-    }
     slow = [mean_of(results, name, "slow_share_ratio") for name in waiting]
     slow = [ratio for ratio in slow if not math.isnan(ratio)] or [math.nan]
     found = {
         "level1_vs_sync": speeds.get("heavy/k1", math.nan),
         "best_vs_sync": speeds.get(best, math.nan),
-        "best_vs_simulated": against_bare[best],
-        "least_vs_simulated": min(against_bare[name] for name in waiting),
+        "best_vs_bare": against_bare[best],
+        "least_vs_bare": min(against_bare[name] for name in waiting),
         "partial_vs_plain": speeds.get("heavy/partial", math.nan),
-        "sim_error": max(errors[name] for name in waiting),
         "slow_share_ratio": max(slow, key=lambda ratio: abs(ratio - 1)),
         "discarded_time_share": max(
             mean_of(results, name, "discarded_time_share") for name in waiting
@@ -581,8 +492,7 @@ def figures_of(results: Sequence[Result]) -> dict[str, float]:
         short = name.replace("/", "_")
         found |= {
             f"{short}_steps_per_hour": 3600 / mean_of(results, name, "step_s"),
-            f"{short}_vs_simulated": against_bare[name],
-            f"{short}_sim_error": errors[name],
+            f"{short}_vs_bare": against_bare[name],
         }
     return found
 
@@ -599,8 +509,7 @@ def level_table(results: Sequence[Result]) -> Table:
         "level",
         "steps/h",
         "of base",
-        "of simulated",
-        "plan's error",
+        "of bare",
         "waits",
         "evaluation",
         "staleness",
@@ -626,7 +535,6 @@ def level_table(results: Sequence[Result]) -> Table:
             f"{3600 / mean('step_s'):.0f}",
             f"{speed_ratio(results, name, base_of(level)):.2f}",
             f"{mean('bare_step_s') / mean('step_s'):.2f}",
-            f"{mean('plan_step_s') / mean('step_s') - 1:+.2f}",
             f"{mean('wait_share'):.2f}",
             f"{mean('evaluation_share'):.2f}",
             f"{mean('staleness_mean'):.2f} / {mean('staleness_max'):.0f}",
@@ -674,9 +582,8 @@ def main() -> None:
                 continue
             results.append(result)
             say(
-                f"{level.name} seed {seed}: {result.step_s:.2f} s a step, simulated "
-                f"{result.bare_step_s:.2f} bare and {result.plan_step_s:.2f} with overheads; "
-                f"{time.monotonic() - started:.0f} s"
+                f"{level.name} seed {seed}: {result.step_s:.2f} s a step, {result.bare_step_s:.2f} "
+                f"bare; {time.monotonic() - started:.0f} s"
             )
             (FOLDER / "levels.json").write_text(json.dumps([asdict(r) for r in results], indent=1))
     if not any(result.level.startswith("heavy/") for result in results):

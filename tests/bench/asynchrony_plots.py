@@ -56,7 +56,7 @@ def draw(results: Sequence[Measured], path: Path) -> None:
         "heavy or a light tail"
     )
     _speed(axes[0][0], names, mean)
-    _against_simulator(axes[0][1], names, mean)
+    _against_bare(axes[0][1], names, mean)
     _rewards(axes[0][2], names, results, "eval_steps", "step")
     _rewards(axes[0][3], names, results, "eval_seconds", "seconds, evaluation left out")
     _staleness(axes[1][0], names, mean)
@@ -88,20 +88,19 @@ def _speed(axis: Any, names: Sequence[str], mean: Callable[..., float]) -> None:
         axis,
         names,
         ("measured", [ratio(name, lambda r: r.step_s) for name in names]),
-        ("simulated, bare", [ratio(name, lambda r: r.bare_step_s) for name in names]),
+        ("bare loop", [ratio(name, lambda r: r.bare_step_s) for name in names]),
     )
     axis.axhline(1.0, color="0.4", linewidth=1)
     axis.set_title("steps per hour over synchronous, of each tail")
     axis.legend(fontsize=8, loc="upper left")
 
 
-def _against_simulator(axis: Any, names: Sequence[str], mean: Callable[..., float]) -> None:
+def _against_bare(axis: Any, names: Sequence[str], mean: Callable[..., float]) -> None:
     bare = [mean(n, lambda r: r.bare_step_s) / mean(n, lambda r: r.step_s) for n in names]
-    plan = [mean(n, lambda r: r.plan_step_s) / mean(n, lambda r: r.step_s) for n in names]
-    _bars(axis, names, ("of the bare simulator", bare), ("of the one with overheads", plan))
+    _bars(axis, names, ("of the bare loop", bare))
     axis.axhline(1.0, color="0.4", linewidth=1)
     axis.axhline(0.9, color="C0", linewidth=1, linestyle=":")
-    axis.set_title("steps per hour over the simulator's (dots: 0.9 of bare)")
+    axis.set_title("steps per hour over the bare loop's (dots: 0.9)")
     axis.margins(y=0.3)
     axis.legend(fontsize=8, loc="upper left")
 

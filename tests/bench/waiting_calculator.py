@@ -1,7 +1,7 @@
 """The calculator's agent, waiting as tools, sandboxes and verifiers would.
 
 Owns: how long an attempt at a question waits. Invariant: a pure function of question, attempt and
-tail, so that every level and the simulator meet the same seconds; evaluation does not wait.
+tail, so that every level and the bare loop meet the same seconds; evaluation does not wait.
 
 OUTLOOP_BENCH_TAIL chooses the tail, OUTLOOP_BENCH_SCALE multiplies it, and OUTLOOP_BENCH_LOG names
 a file for the duration and the wait of each episode.

@@ -10,7 +10,7 @@ sheets. Invariant: every number that was assumed is in the table, under the name
   (docs/publishing.md).
 * Episodes: one turn that fills model.max_context_tokens, with an answer of sampling.max_new_tokens.
 * A server reads its weights and, on average, half a full context for each turn at the memory's
-  bandwidth (`serving`); prompts and updates take their operations at the GPU's peak times mfu.
+  bandwidth (`bounds`); prompts and updates take their operations at the GPU's peak times mfu.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outloop.buffer.settings import Settings
-from outloop.engine.launch.plan.bounds import best, demand_of
+from outloop.engine.launch.plan.bounds import binding
 from outloop.engine.launch.plan.inputs import Plan, plan_of
 from outloop.engine.launch.plan.memory import (
     KEPT_BYTES,
@@ -136,16 +136,11 @@ def fit(settings: Settings, config: Mapping[str, Any], gpus: Gpus, *, source: st
         most = settings.server.max_running_requests
         running = max(1, min(most, int(server.cache_tokens // context)))
     plan = _plan(settings, config, gpus, shape, running=running, source=source)
-    scenario = plan.scenario()
-    generate_s = 0.0
-    name, per_hour = best(scenario)
-    if scenario.servers is not None:
-        episodes = settings.trainer.groups_per_step * settings.buffer.group_size
-        tokens = episodes * demand_of(scenario).tokens
-        generate_s = tokens / scenario.servers.capacity
+    loop = plan.loop()
+    name, per_hour = binding(loop)
     step_s = 3600.0 / per_hour
     if settings.trainer.is_colocated:
-        together = generate_s + scenario.update_s + scenario.publish_s
+        together = loop.generate_s + loop.update_s + loop.publish_s
         step_s, name = max(step_s, together), "everything in turn, on the same GPUs"
     of_servers = settings.server.num_servers * settings.server.tensor_parallel_size
     ranks = settings.trainer.num_ranks
@@ -161,9 +156,9 @@ def fit(settings: Settings, config: Mapping[str, Any], gpus: Gpus, *, source: st
         checkpoint=checkpoint,
         server=server,
         running=running,
-        generate_s=generate_s,
-        update_s=scenario.update_s,
-        publish_s=scenario.publish_s,
+        generate_s=loop.generate_s,
+        update_s=loop.update_s,
+        publish_s=loop.publish_s,
         step_s=step_s,
         bound=name,
         refusals=(),
@@ -271,7 +266,7 @@ def _plan(
         "network": {"publish_gb_per_s": gpus.publish_gb_per_s},
         "layout": sizes,
         "gpu": {"memory_gb": gpus.bytes / 1e9},
-        "model": {key: value for key, value in config.items() if key in _MODEL_KEYS},
+        "model": dict(config),
     }
     if server.num_servers:
         width = 2 if server.dtype == "bfloat16" else 4
@@ -289,29 +284,6 @@ def _plan(
             "prefill_tokens_per_s": flops / operations,
         }
     return plan_of(tree, source=source)
-
-
-_MODEL_KEYS = frozenset(
-    {
-        "model_type",
-        "num_hidden_layers",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "tie_word_embeddings",
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "n_routed_experts",
-        "n_shared_experts",
-        "first_k_dense_replace",
-        "attention_bias",
-        "use_qk_norm",
-    }
-)
 
 
 def _refused_server(settings: Settings, found: Fit, gpus: Gpus) -> str:

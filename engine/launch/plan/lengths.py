@@ -1,51 +1,48 @@
-"""How long episodes are: distributions by their quantiles.
+"""Distributions of seconds and tokens, and their exact moments.
 
-Owns: distributions of seconds and tokens, and their exact moments. Invariant: a distribution is a
-sorted table of equally likely values, so that the mean and the mean of a maximum are sums, not
-estimates.
+A distribution is a sorted table of equally likely values. Its mean and the mean of a maximum are
+sums over the table, not estimates.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 NUM_QUANTILES = 16384
-"""Values of a table: what is rarer than one in so many is not represented."""
+"""Values of a table. Rarer events than one in so many are not represented."""
 
 Floats = npt.NDArray[np.float64]
 
 
-def uniform(count: int, *, seed: int, stream: int, index: int = 0) -> Floats:
-    """`count` independent numbers in [0, 1), the same for the same arguments in every release.
-
-    Philox's raw stream, which numpy promises to keep.
-    """
-    key = np.array([seed % 2**64, stream * 2**48 + index], dtype=np.uint64)
-    raw = np.random.Philox(key=key).random_raw(count)
-    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(BaseModel):
     """One part of a mixture: uniform from `low` to `high`, or log-normal and cut to that range."""
 
-    share: float
-    low: float = 0.0
-    high: float = math.inf
-    median: float | None = None
-    """Of a log-normal part; None: uniform."""
-    sigma: float = 0.0
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    share: float = Field(gt=0)
+    low: float = Field(0.0, ge=0)
+    high: float = Field(math.inf, gt=0)
+    median: float | None = Field(None, gt=0)
+    """Median of a log-normal part. None: the part is uniform."""
+    sigma: float = Field(0.0, ge=0)
     """Standard deviation of the logarithm."""
 
+    @model_validator(mode="after")
+    def _refuse_endless(self) -> Part:
+        if self.high < self.low or (self.median is None and math.isinf(self.high)):
+            raise ValueError(
+                f"low={self.low:g} and high={self.high:g} are no range; give a high above low, or "
+                "median and sigma"
+            )
+        return self
+
     def quantile(self, p: float) -> float:
-        """The value below which a share `p` of this part lies."""
+        """Return the value below which a share `p` of this part lies."""
         if self.median is None:
             return self.low + p * (self.high - self.low)
         value = self.median * math.exp(self.sigma * NormalDist().inv_cdf(p))
@@ -53,7 +50,7 @@ class Part:
 
 
 class Lengths:
-    """A distribution: a sorted table of NUM_QUANTILES equally likely values."""
+    """A sorted table of NUM_QUANTILES equally likely values."""
 
     def __init__(self, values: Floats) -> None:
         """`values`: sorted, float64 [NUM_QUANTILES]."""
@@ -61,12 +58,12 @@ class Lengths:
 
     @classmethod
     def constant(cls, value: float) -> Lengths:
-        """Every episode alike."""
+        """Make every episode alike."""
         return cls(np.full(NUM_QUANTILES, float(value)))
 
     @classmethod
     def mixture(cls, parts: Sequence[Part]) -> Lengths:
-        """Parts in proportion to their shares; a part's values are its quantiles at midpoints."""
+        """Mix parts in proportion to their shares; a part gives its quantiles at midpoints."""
         whole = math.fsum(part.share for part in parts)
         ends = [
             round(NUM_QUANTILES * math.fsum(part.share for part in parts[: i + 1]) / whole)
@@ -78,57 +75,26 @@ class Lengths:
             values += [part.quantile((i + 0.5) / count) for i in range(count)]
         return cls(np.sort(np.array(values)))
 
-    @classmethod
-    def sample(cls, measured: Floats) -> Lengths:
-        """Measured values, each as likely as the others."""
-        places = np.arange(NUM_QUANTILES) * len(measured) // NUM_QUANTILES
-        return cls(np.sort(measured)[places])
-
-    @classmethod
-    def histogram(cls, counts: Mapping[float, int], *, mean: float) -> Lengths:
-        """Buckets by their upper bounds, scaled so that the mean is `mean`.
-
-        Within a bucket values are uniform in their logarithm, from the bound below (a third of its
-        own for the first); the last, unbounded one reaches to three times the bound below it.
-        """
-        parts, low = [], 0.0
-        for bound in sorted(counts):
-            high = bound if math.isfinite(bound) else 3.0 * low
-            low = low or high / 3.0
-            # Four steps of a bucket, each uniform, are nearly uniform in the logarithm.
-            edges = np.geomspace(low, high, 5)
-            parts += [
-                Part(share=counts[bound] / 4, low=float(a), high=float(b))
-                for a, b in itertools.pairwise(edges)
-            ]
-            low = high
-        found = cls.mixture([part for part in parts if part.share > 0])
-        return found.scaled(mean / found.mean()) if found.mean() > 0 else found
-
     def scaled(self, factor: float) -> Lengths:
-        """Every value times `factor`."""
+        """Multiply every value by `factor`."""
         return Lengths(self.values * factor)
 
     def plus(self, other: Lengths, weight: float = 1.0) -> Lengths:
-        """The sum with `weight` times `other` at the same quantile: the longest with its like."""
+        """Add `weight` times `other` at the same quantile: the longest meets the longest."""
         return Lengths(np.sort(self.values + weight * other.values))
 
-    def at(self, quantiles: Floats) -> Floats:
-        """The values at `quantiles`, each in [0, 1)."""
-        return self.values[(quantiles * NUM_QUANTILES).astype(np.int64)]
-
     def mean(self) -> float:
-        """The mean of the table."""
+        """Return the mean of the table."""
         return float(self.values.mean())
 
     def mean_of_max(self, groups: int, group_size: int, by_task: float = 0.0) -> float:
-        """The mean of the longest of `groups` groups of `group_size` attempts.
+        """Return the mean of the longest of `groups` groups of `group_size` attempts.
 
         An attempt takes the length of its task with probability b = `by_task`, else its own. With F
-        the distribution function, all attempts of a group are below x if their own are, and the
-        task is where one takes it: G(x) = F [((1-b) F + b)^n - ((1-b) F)^n] + ((1-b) F)^n, which is
-        F^n at b = 0 and F at b = 1. The longest of m groups is below x with probability G^m, so
-        that its mean is sum_i v_i (G_i^m - G_(i-1)^m) over the table. Exact for the table.
+        the distribution function, the longest of a group is below x with probability
+        G(x) = F [((1-b) F + b)^n - ((1-b) F)^n] + ((1-b) F)^n: F^n at b = 0 and F at b = 1. The
+        longest of m groups is below x with probability G^m, so its mean is
+        sum_i v_i (G_i^m - G_(i-1)^m) over the table. The result is exact for the table.
         """
         below = np.arange(NUM_QUANTILES + 1) / NUM_QUANTILES
         own = (1.0 - by_task) * below

@@ -7,9 +7,7 @@ import pytest
 from outloop.buffer.errors import SettingsError
 from outloop.engine.launch.plan.cost import (
     availability,
-    best_checkpoint_interval_s,
     per_step,
-    trainer_share,
 )
 from outloop.engine.launch.plan.memory import (
     LOSS_BYTES,
@@ -201,18 +199,6 @@ def test_a_broadcast_costs_its_bytes_once_and_a_bucket_for_each_level() -> None:
 def test_a_ring_sends_nearly_twice_the_gradients() -> None:
     """2 (d - 1) / d: nothing for one rank, 1 for two, 1.75 for eight."""
     assert [all_reduce_s(1.0, ranks=d, bandwidth=1.0) for d in (1, 2, 8)] == [0.0, 1.0, 1.75]
-
-
-def test_the_best_checkpoint_interval_loses_least() -> None:
-    """Young's interval against others, around a failure every 4 hours and 30 s to write."""
-    interval = best_checkpoint_interval_s(hours_between=4.0, write_s=30.0)
-    assert interval == pytest.approx((2 * 30 * 4 * 3600) ** 0.5)
-
-    def share(seconds: float) -> float:
-        return trainer_share(hours_between=4.0, restart_s=300.0, interval_s=seconds, write_s=30.0)
-
-    assert share(interval) > max(share(interval / 2), share(interval * 2))
-    assert share(interval) == pytest.approx(1 - 30 / 930 - (465 + 300) / 14400, abs=0.01)
 
 
 def test_money_is_hours_times_prices() -> None:
