@@ -359,3 +359,51 @@ async def test_a_batch_larger_than_what_one_command_takes(start: Callable[..., A
     assert stats["buffer/trained_groups"] == stats["buffer/acknowledged_groups"] == 510
     assert stats["buffer/leased_groups"] == stats["buffer/ready_groups"] == 0
     assert len((await loop.claim(1000)).claims) == 510
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_replayed"),
+    [
+        ("stale", True),
+        ("no_signal", False),
+        ("filtered", False),
+        ("overlong", False),
+        ("malformed", False),
+        ("failed", False),
+    ],
+)
+async def test_a_slot_is_played_again_where_its_group_was_dropped_for_its_age_alone(
+    start: Callable[..., Any], reason: Any, is_replayed: bool
+) -> None:
+    """Its task loses nothing by what the trainer's pace did; every other reason is of the group."""
+    loop = await start()
+    await loop.play_all()
+    first, second = loop.take()
+    loop.reader.drop(first.group.group_id, reason, fence=loop.fence)
+    loop.train([second], 1)
+    claims = (await loop.claim()).claims
+    slots = {int(claim.group_id[1:].partition("-")[0]) for claim in claims}
+    assert slots == ({0, 2} if is_replayed else {2, 3})
+
+
+@pytest.mark.parametrize("versions", [(0, 1), (1, 0), (1, 0, 1), (0, 1, 1)])
+async def test_an_episode_is_as_old_as_its_oldest_turn(
+    start: Callable[..., Any], make_turn: Callable[..., Turn], versions: tuple[int, ...]
+) -> None:
+    """In whichever order its turns were recorded: it is played again when that is too old, and
+    trained while it is not."""
+    loop = await start(buffer__max_staleness=1, buffer__group_size=2, trainer__groups_per_step=1)
+    mixed, newer = (await loop.claim(2)).claims
+    loop.publish(1, 0)
+    episode_id = await loop.open(mixed)
+    for index, version in enumerate(versions):
+        parent = index - 1 if index else None
+        await loop.writer.append_turn(make_turn(episode_id, index, parent=parent, version=version))
+    assert (await loop.close(episode_id)).counted
+    await loop.play(newer, version=1)
+    assert loop.reader.stats()["buffer/ready_groups"] == 1
+    loop.publish(2, 1)
+    stats = loop.reader.stats()
+    assert (stats["buffer/ready_groups"], stats["buffer/replaced/stale"]) == (0, 1)
+    again = (await loop.claim(1)).claims[0]
+    assert (again.group_id, again.attempt) == (mixed.group_id, 2)

@@ -173,6 +173,7 @@ class BanditReader(BufferReader):
         """The take during which a server without weights registers."""
         self.eval_rewards: dict[str, tuple[float, ...]] | None = {}
         """By the evaluation's name; None: no evaluation is ever played."""
+        self.num_validation_tasks = 1
         self.may_evaluate = threading.Event()
         """Cleared: evaluation attempts are claimed, and go on until it is set."""
         self.may_evaluate.set()
@@ -208,10 +209,11 @@ class BanditReader(BufferReader):
             writer = self._writer = await BufferWriter.connect(
                 self._run, connect_client=lambda url: self.twin.async_client()
             )
-            evaluated = [Task(task_id=f"e{n}", payload={"eval": n}) for n in range(2)]
-            await writer.register_tasks(
-                [Task(task_id="t", payload={})], evaluated, suites={"validation": 1, "test": 1}
-            )
+            count_of = {"validation": self.num_validation_tasks, "test": 1}
+            evaluated = [
+                Task(task_id=f"e{n}", payload={"eval": n}) for n in range(sum(count_of.values()))
+            ]
+            await writer.register_tasks([Task(task_id="t", payload={})], evaluated, suites=count_of)
         while count > 0:
             self._num_claims += 1
             key = f"k{self.highest_version()}-{self._num_claims}"

@@ -88,7 +88,8 @@ local function is_held(ready)
   local batch, age = rules.groups_per_step, max_age()
   local num_live = redis.call('ZCARD', READY) + redis.call('ZCARD', OPEN)
   local steps = 0
-  while steps <= age and steps * batch < num_live do
+  -- No live group is younger than the trainer's weights: beyond its age all fit.
+  while steps < age and steps * batch < num_live do
     local first_later = (depth - age + steps + 1) * SLOTS
     local bound = '(' .. depth_score(depth - age + steps + 1, 0)
     local num_due = redis.call('ZCOUNT', READY_DEPTHS, '-inf', bound)

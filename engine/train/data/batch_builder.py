@@ -165,9 +165,7 @@ def with_reference(
     )
     credit = dataclasses.replace(credit, groups=groups)
     if not divides_by_group(advantage):
-        differs = signals_of(groups, advantage)
-        teaches = tuple(index in credit.rows and has for index, has in enumerate(differs))
-        credit = dataclasses.replace(credit, teaches=teaches)
+        credit = dataclasses.replace(credit, teaches=tuple(signals_of(groups, advantage)))
     column = credit.advantages(rows, advantage=advantage, counts_dropped=False)
     metrics["train/kl_penalty_mean"] = _mean(penalties)
     return rows.with_columns(advantages=column), metrics

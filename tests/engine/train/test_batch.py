@@ -9,11 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
+from msgspec import structs
 
-from outloop.buffer.records import Group, Trajectory, Turn
+from outloop.buffer.records import Group, Sampling, Trajectory, Turn, VersionSpan
+from outloop.buffer.sampling_support import SamplingSupport
 from outloop.buffer.settings import Settings
 from outloop.engine.train.data.batch_builder import Batch, build_batch
-from outloop.engine.train.data.samples import Sample
+from outloop.engine.train.data.samples import Sample, oldest_trained_version
 
 SPREAD = 0.5**0.5
 """GRPO's advantage of two different rewards."""
@@ -289,3 +291,42 @@ def test_further_passes_deal_the_groups_anew(make_group: MakeGroup) -> None:
     assert passes[0] != passes[1] != passes[2]
     assert batch.updates(3, num_epochs=3, seed=5) == found
     assert batch.updates(3, num_epochs=3, seed=6) != found
+
+
+def test_rows_that_a_teacher_scores_hold_no_supports(
+    make_turn: MakeTurn, make_trajectory: MakeTrajectory
+) -> None:
+    """A teacher knows the whole vocabulary: a token that was sampled among some ids is not trained
+    then, and is without one."""
+    among_two = SamplingSupport.of([[3, 5], [4, 6]])
+    turn = structs.replace(
+        make_turn("a"), sampling=Sampling(temperature=1.0, top_k=2), support=among_two
+    )
+    group = Group(
+        group_id="g",
+        slot=0,
+        task_id="t",
+        group_size=2,
+        trajectories=tuple(
+            make_trajectory([turn], reward=reward, episode_id=f"e{reward}") for reward in (0.0, 1.0)
+        ),
+    )
+    alone = build_batch([group], settings(), policy_version=0, vocab_size=10)
+    assert alone.metrics["train/support_share"] == 1.0
+    teacher = {"teacher": {"path": "t"}}
+    taught = build_batch([group], settings(trainer=teacher), policy_version=0, vocab_size=10)
+    assert len(taught.rows) == 0
+    assert "train/support_share" not in taught.metrics
+
+
+def test_a_token_is_as_old_as_the_oldest_version_of_its_turn(
+    make_turn: MakeTurn, make_trajectory: MakeTrajectory
+) -> None:
+    """Wherever in the turn that version sampled; later tokens attended to it, earlier ones did
+    not, and tokens that are not trained do not count."""
+    spans = (VersionSpan(5, 0, 1), VersionSpan(3, 1, 2), VersionSpan(4, 2, 3))
+    turn = make_turn("a", output=[3, 4, 5], spans=spans)
+    assert turn.trained_version_bounds == (3, 5)
+    for trained, oldest in (((2, 3), 3), ((1, 2), 3), ((0, 1), 5), ((2, 2), None)):
+        assert structs.replace(turn, loss_spans=(trained,)).trained_version_bounds == (oldest, 5)
+    assert oldest_trained_version(make_trajectory([turn])) == 3

@@ -11,9 +11,11 @@ from outloop.buffer.errors import RecordError
 from outloop.buffer.records import Group, Reward, TokenReward, Trajectory, Turn
 from outloop.engine.train.algorithms.advantages import rloo
 from outloop.engine.train.algorithms.credit import (
+    BySource,
     ScoredEpisode,
     ScoredGroup,
     ScoredTurn,
+    SourceRule,
     reward_to_go,
     signals_of,
     take_credits,
@@ -281,3 +283,33 @@ def test_spans_are_checked_where_they_are_built(value: object) -> None:
         Reward(value=0.0, tokens=(TokenReward("a", 1, 3, 1.0), TokenReward("a", 0, 2, 1.0)))
     with pytest.raises(RecordError, match="0 <= start < end"):
         Reward(value=0.0, tokens=(TokenReward("a", 2, 2, 1.0),))
+
+
+def test_attempts_that_ended_before_are_taken_at_their_last_turns_first_token() -> None:
+    """A turn that nobody else reached is less what the others' last turns earned from their first
+    token on, spans included."""
+    long = episode([0.0, 0.0], value=2.0)
+    short = episode([0.0], value=1.0, spans=[((0, 1, 4.0), (2, 3, -1.0))], num_tokens=3)
+    (own, _) = reward_to_go(group(long, short))
+    # The short attempt's reward to go is 1 + 4 - 1 at its first token and 0 at its last.
+    assert [float(a[0]) for a in own] == pytest.approx([2.0 - 4.0, 2.0 - 4.0])
+
+
+def test_a_group_whose_spans_alone_differ_has_signal() -> None:
+    """The same tokens earned together as much, at other places of the same turn."""
+    at_first = episode([0.0], spans=[((0, 1, 1.0),)])
+    at_last = episode([0.0], spans=[((2, 3, 1.0),)])
+    shared = episode([0.0], spans=[((0, 1, 0.5), (2, 3, 0.5))])
+    groups = [group(at_first, at_last), group(at_first, shared), group(at_last, at_last)]
+    assert signals_of(groups, "reward_to_go") == [True, True, False]
+
+
+def test_an_imitated_group_teaches_from_its_least_reward_on() -> None:
+    """At the least reward an episode is imitated, below it none is; parts count in what it
+    earned."""
+    rule = SourceRule(is_imitated=True, weight=2.0, min_reward=1.0)
+    advantage = BySource(default="grpo", rules={"": rule})
+    below, at, by_parts = episode([0.0], value=0.5), episode([0.0], value=1.0), episode([1.0])
+    assert signals_of([group(below), group(below, at)], advantage) == [False, True]
+    (found,) = take_credits([group(below, at, by_parts)], advantage, signal=[True])
+    assert found == [0.0, 2.0, 2.0]

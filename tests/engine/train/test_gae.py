@@ -307,3 +307,34 @@ def test_settings_of_a_critic_need_one(tmp_path: Path) -> None:
             TrainerSettings(advantage="gae", critic=critic)
     made = Settings(model={"path": tmp_path}, trainer={"recipe": "ppo"}, buffer={"group_size": 1})
     assert made.trainer.advantage == "gae"
+
+
+def test_an_update_of_some_rows_is_the_mean_over_their_targets(
+    make_critic: Callable[..., Policy], make_samples: Callable[..., list[Sample]]
+) -> None:
+    """Other rows of the batch, which other updates train, stay out of the denominator."""
+    batch, credit = played(make_samples)
+    critic = make_critic(learning_rate=1e-12)
+    settings = TrainerSettings(advantage="gae", critic={"value_clip": 0.0})
+    values, behind = values_of(
+        critic.model, batch, cut_rows=[3], max_tokens=1000, on_microbatch=lambda: None
+    )
+    _, targets, _ = with_values(batch, credit, values, behind, settings)
+    assert targets.returns is not None
+    for rows in ([1, 2], [3], [0, 1, 2, 3]):
+        of_rows = np.concatenate([np.arange(*batch.starts[row : row + 2]) for row in rows])
+        at = of_rows[targets.loss_mask[of_rows]]
+        wanted = 0.5 * np.square(values[at] - targets.returns[at]).mean()
+        found = critic_update(critic, targets, settings, rows=rows, on_microbatch=lambda: None)
+        assert found["train/value_loss"] == pytest.approx(wanted, rel=1e-3)
+
+
+def test_the_state_behind_an_episode_is_that_of_its_last_turn(
+    make_samples: Callable[..., list[Sample]],
+) -> None:
+    """Whichever row holds that turn: rows are in the order of branches, not of turns."""
+    batch, credit = played(make_samples)
+    assert cut_rows(batch, credit, CriticSettings()) == [3]
+    turns = batch.turns.copy()
+    turns[turns >= 0] = 1 - turns[turns >= 0]
+    assert cut_rows(batch.with_columns(turns=turns), credit, CriticSettings()) == [2]

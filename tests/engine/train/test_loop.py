@@ -1,13 +1,17 @@
 """The RL loop through Megatron-core, against the twin of Redis and a transformers server."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog.testing
 
 from fakes.bandit_run import FAST, Setup
 from outloop.buffer.errors import UpdateRefused
+from outloop.engine.train.ranks.controller import RankController
+from outloop.engine.train.ranks.rank_worker import RankWorker
 
 MakeRun = Callable[..., Setup]
 
@@ -251,3 +255,46 @@ def test_a_refill_asks_and_drops_only_what_is_new(setup: MakeRun, tmp_path: Path
     assert row["train/groups"] == 8
     assert len(asked) == len(set(asked)) == row["train/episodes"] / 8
     assert len(dropped) == len(set(dropped)) == len(asked) - 8
+
+
+def test_tokens_may_be_as_old_as_the_limit_in_force_allows(setup: MakeRun) -> None:
+    """`outloop buffer limits` raises the limit of a run that goes on: what it lets through is
+    trained, though it is older than the settings' limit."""
+    made = setup(lag=2, trainer=FAST | {"num_steps": 4}, buffer={"max_staleness": 1})
+    made.buffer.limits.change(max_staleness=3)
+    rows = made.train()
+    assert made.buffer.dropped == []
+    assert [row["train/staleness_max"] for row in rows[2:]] == [2, 2]
+
+
+class NotingRanks(RankController):
+    """The run's ranks; they note which groups each update of a step trains."""
+
+    def __init__(self, made: Setup) -> None:
+        worker, watchdog = made.ranks.worker, made.ranks.watchdog
+        super().__init__(worker, watchdog, num_ranks=1, timeout_s=60.0)
+        self.noted: list[list[list[int]]] = []
+
+    def run(self, operation: Any, *args: Any, **kwargs: Any) -> Any:
+        """As its base class."""
+        if operation is RankWorker.train_step:
+            batch, updates = args
+            names = list(dict.fromkeys(batch.group_ids))
+            order = [
+                list(dict.fromkeys(names.index(batch.group_ids[row]) for row in rows))
+                for rows in updates
+            ]
+            self.noted.append(order)
+        return super().run(operation, *args, **kwargs)
+
+
+def test_further_passes_have_another_order_in_every_step(setup: MakeRun) -> None:
+    """Within a step and between steps; the same run deals the same."""
+    chosen = {"num_steps": 4, "num_epochs_per_take": 3, "num_updates_per_take": 8}
+    made = setup(trainer=FAST | chosen, buffer={"drop_zero_signal": False})
+    ranks = NotingRanks(made)
+    dataclasses.replace(made, ranks=ranks).train()
+    passes = [[step[at : at + 8] for at in (0, 8, 16)] for step in ranks.noted]
+    assert all(step[0] == [[group] for group in range(8)] for step in passes)
+    others = [str(one) for step in passes for one in step[1:]]
+    assert len(set(others)) == 8

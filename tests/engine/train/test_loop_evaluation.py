@@ -200,3 +200,21 @@ def test_a_choice_needs_both_splits() -> None:
     ):
         with pytest.raises(SettingsError, match=re.escape(words)):
             build_settings({"model": {"path": "."}} | values, source="test")
+
+
+def test_an_evaluation_is_compared_with_the_one_before_it(setup: MakeRun) -> None:
+    """Not with the first of the run, nor with another sampling."""
+    made = setup(
+        trainer=FAST | {"num_steps": 3},
+        eval={"every": 1, "num_episodes": 8, "final_num_episodes": 8, "greedy": False},
+    )
+    made.buffer.num_validation_tasks = 2
+    made.buffer.eval_rewards = {
+        f"{version}:sampled": rewards
+        for version, rewards in enumerate([(0.0, 0.0), (1.0, 1.0), (0.5, 0.5), (0.75, 0.75)])
+    }
+    rows = made.train()
+    found = {row["step"]: row for row in rows if "eval/sampled_reward" in row}
+    assert "eval/sampled/change" not in found[0]
+    changes = [found[step]["eval/sampled/change"] for step in (1, 2, 3)]
+    assert changes == pytest.approx([1.0, -0.5, 0.25])

@@ -104,3 +104,54 @@ def test_an_own_loss_takes_the_place_of_the_built_in_one(
     rows = setup(trainer=FAST | {"num_steps": 1, "loss_path": "own_zero:zero"}).train()
     assert rows[0]["train/samples"] > 0
     assert rows[0]["train/grad_norm"] == 0.0
+
+
+@pytest.fixture
+def zero_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A loss that is zero everywhere, so that the terms beside it are all of a step's loss."""
+    (tmp_path / "own_nothing.py").write_text(
+        "def zero(inputs):\n    return 0.0 * inputs.policy_logprobs\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return "own_nothing:zero"
+
+
+def test_a_steps_loss_has_the_weights_that_its_row_says(
+    setup: MakeRun, tmp_path: Path, zero_loss: str
+) -> None:
+    """The moved weight of the KL, and that of the entropy bonus, are those of the update."""
+    make_family("llama", tmp_path / "other", is_tied=False, hidden_size=32, head_dim=8)
+    alone = {"loss_path": zero_loss, "num_steps": 4, "learning_rate": 1e-12, "resume": False}
+    far = {"kl": "k2", "kl_coefficient": 1.0, "reference_path": tmp_path / "other"}
+    # The policy hardly moves, so that both runs sample the same tokens.
+    steady = setup(trainer=FAST | alone | far).train()
+    moved = setup(trainer=FAST | alone | far | {"kl_target": 1e9}).train()[4:]
+    weights = [row["train/kl_coefficient"] for row in moved]
+    assert weights == pytest.approx([1.0, 0.98, 0.98**2, 0.98**3])
+    shares = [row["train/loss"] / one["train/loss"] for row, one in zip(moved, steady, strict=True)]
+    assert shares == pytest.approx(weights, rel=1e-3)
+    bonus = {"entropy_coefficient": 1.0, "entropy_target": 1e-3}
+    rows = setup(trainer=FAST | alone | bonus).train()[8:]
+    for row in rows:
+        paid = row["train/entropy_coefficient"] * row["train/entropy"]
+        assert row["train/loss"] == pytest.approx(-paid, rel=1e-4)
+    assert rows[-1]["train/entropy_coefficient"] == pytest.approx(0.98**3)
+
+
+def test_a_kl_in_the_reward_is_paid_by_every_episode(setup: MakeRun, tmp_path: Path) -> None:
+    """k1 asks the reference as the KL terms of the loss do; each episode pays its sum."""
+    make_family("llama", tmp_path / "other", is_tied=False, hidden_size=32, head_dim=8)
+    chosen = {"kl": "k1", "kl_coefficient": 0.5, "advantage": "rloo", "num_steps": 1}
+    far = {"reference_path": tmp_path / "other"}
+    (row,) = setup(trainer=FAST | chosen | far).train()
+    # One token an episode.
+    assert abs(row["train/kl"]) > 1e-3
+    assert row["train/kl_penalty_mean"] == pytest.approx(0.5 * row["train/kl"])
+
+
+def test_proximal_logprobs_are_those_before_every_pass(setup: MakeRun) -> None:
+    """A take that is trained in several passes recomputes each row's logprobs once."""
+    chosen = RECOMPUTE | {"num_epochs_per_take": 3, "num_updates_per_take": 2}
+    for row in setup(trainer=FAST | {"num_steps": 2} | chosen).train():
+        assert row["train/proximal_ratio_max"] == pytest.approx(1.0, abs=1e-5)
+        assert row["train/proximal_ratio_mean"] == pytest.approx(1.0, abs=1e-5)

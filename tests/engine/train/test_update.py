@@ -18,6 +18,7 @@ from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
 from outloop.engine.train.step.policy_update import UpdateReport, rl_update, sft_update
+from outloop.engine.train.step.update_metrics import policy_logprobs
 
 MakePolicy = Callable[..., Policy]
 MakeSamples = Callable[..., list[Sample]]
@@ -322,3 +323,37 @@ def test_a_stable_learning_rate_falls_at_the_end(
     assert rates[:6] == pytest.approx([5e-3] + [1e-2] * 5)
     assert rates[6:10] == pytest.approx([7.75e-3, 5.5e-3, 3.25e-3, 1e-3])
     assert rates[10] == pytest.approx(1e-3)
+
+
+def test_clipped_tokens_are_counted_at_the_side_where_they_were_clipped(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """Below the range with a negative advantage, above it with a positive one; elsewhere nothing
+    is clipped."""
+    policy = make_policy()
+    samples = [with_own_logprobs(policy, sample) for sample in make_samples(4)]
+    rows = [
+        _aged(sample, 0, gap) for sample, gap in zip(samples, (0.5, 0.5, -0.5, -0.5), strict=True)
+    ]
+    for row, advantage in zip(rows, (-1.0, 1.0, -1.0, 1.0), strict=True):
+        row.advantages[:] = advantage
+    metrics = update(policy, rows, TrainerSettings()).policy_metrics()
+    counts = np.array([row.num_trained_tokens for row in rows])
+    low, _, _, high = (counts / counts.sum()).tolist()
+    assert metrics["train/clip_low_share"] == pytest.approx(low)
+    assert metrics["train/clip_high_share"] == pytest.approx(high)
+    assert metrics["train/clip_share"] == pytest.approx(low + high)
+
+
+def test_kept_logprobs_are_those_of_the_update_that_trained_a_token_first() -> None:
+    """A later pass over the same token, by weights that it moved itself, changes nothing."""
+
+    def report(places: list[int], logprobs: list[float]) -> UpdateReport:
+        return UpdateReport(places=[torch.tensor(places)], logprobs=[torch.tensor(logprobs)])
+
+    reports = [report([0, 2], [-1.0, -2.0]), report([4], [-3.0]), report([2, 4], [-8.0, -9.0])]
+    column = policy_logprobs(reports, 5)
+    assert column.dtype == np.float32
+    assert column[[0, 2, 4]].tolist() == [-1.0, -2.0, -3.0]
+    assert np.isnan(column[[1, 3]]).all()
+    assert np.isnan(policy_logprobs([], 2)).all()

@@ -244,5 +244,10 @@ def test_a_curriculum_follows_the_measured_rates(make_trajectory: Callable[..., 
     assert row["source/easy/pass_rate"] == 0.75
     (changed,) = weights.changes
     assert changed == pytest.approx({"easy": 2 * (0.2 + 0.8 * 0.75), "hard": 1.0})
+    slow = Curriculum(build({"curriculum": plan | {"smoothing": 0.75}}), weights)
+    slow.follow([group("easy", 1.0, 1.0)], step=1)
+    row = slow.follow([group("easy", 0.0, 0.0)], step=2)
+    # What was measured before keeps the share trainer.curriculum.smoothing.
+    assert row["source/easy/pass_rate"] == 0.75
     idle = Curriculum(build({}), weights)
     assert idle.follow([group("easy", 1.0)], step=2) == {}
