@@ -25,7 +25,13 @@ from outloop.buffer.sampling_support import MAX_COUNT
 from outloop.buffer.settings.buffer import BufferSettings
 from outloop.buffer.settings.deploy import DeploySettings
 from outloop.buffer.settings.env import EnvSettings, EvalSettings, check_evaluations
-from outloop.buffer.settings.recipes import DEFAULT_MAX_NEW_TOKENS, USES_PARTS, with_recipe
+from outloop.buffer.settings.recipes import (
+    DEFAULT_MAX_NEW_TOKENS,
+    DERIVED,
+    USES_PARTS,
+    trainer_defaults,
+    with_recipe,
+)
 from outloop.buffer.settings.section import Section
 from outloop.buffer.settings.server import ServerSettings, refuse_half_of_tls
 from outloop.buffer.settings.telemetry import AlarmSettings, TelemetrySettings
@@ -689,11 +695,39 @@ def settings_of(
 
 
 def with_overrides(settings: Settings, overrides: tuple[str, ...]) -> Settings:
-    """`settings` with `section.key=value` overrides; raises as load_settings."""
-    tree = settings.model_dump(mode="json")
+    """`settings` with `section.key=value` overrides; raises as load_settings.
+
+    Recipe and loss are resolved anew: a value that they, or the field's default, gave makes room
+    for what an override brings. One that was set to the same value explicitly does too.
+    """
+    tree = _without_derived(settings.model_dump(mode="json"))
     for override in overrides:
         _merge(tree, _parse_override(override), empties=True)
     return build_settings(tree, source="overrides")
+
+
+def _without_derived(tree: dict[str, Any]) -> dict[str, Any]:
+    """A complete tree without the values that recipe, loss or defaults would bring back."""
+    sections: dict[str, type[Section]] = {"trainer": TrainerSettings, "buffer": BufferSettings}
+    tree = tree | {name: dict(tree[name]) for name in sections}
+
+    def resolved() -> list[Any]:
+        found = with_recipe(tree)
+        found["trainer"] = trainer_defaults(found["trainer"])
+        return [
+            found[name].get(key, model.model_fields[key].default)
+            for name, model in sections.items()
+            for key in DERIVED
+            if key in model.model_fields
+        ]
+
+    wanted = resolved()
+    for key in DERIVED:
+        section = tree["trainer" if key in TrainerSettings.model_fields else "buffer"]
+        value = section.pop(key)
+        if resolved() != wanted:
+            section[key] = value
+    return tree
 
 
 def build_settings(tree: dict[str, Any], *, source: str) -> Settings:

@@ -180,6 +180,15 @@ LOSS_DEFAULTS: dict[str, Tree] = {
 """Defaults of a loss. GSPO's ratio is a mean over a sequence, so it never leaves a range that is
 right for the ratio of a token."""
 
+DERIVED = (
+    *("clip_low", "clip_high", "token_budget", "overlong_buffer_tokens", "overlong_max_tokens"),
+    *("kl_coefficient", "correction_cap", "correction_floor", "correction_veto", "max_refills"),
+    *("overlong_penalty", "drop_zero_signal", "denominator", "correction", "proximal", "kl"),
+    *("advantage", "loss"),
+)
+"""What recipes and losses set in [trainer] and [buffer]; a key that depends on others comes before
+them."""
+
 _OVERLONG_SHARE = 5
 """DAPO, section 4.1: a buffer of 4,096 of 20,480 tokens."""
 

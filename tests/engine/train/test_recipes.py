@@ -16,8 +16,8 @@ import torch
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Float32, Group, Trajectory, Turn
-from outloop.buffer.settings import Settings, build_settings
-from outloop.buffer.settings.recipes import RECIPES, recipe_sentence
+from outloop.buffer.settings import Settings, build_settings, with_overrides
+from outloop.buffer.settings.recipes import DERIVED, LOSS_DEFAULTS, RECIPES, recipe_sentence
 from outloop.engine.train.data.batch_builder import build_batch, with_reference
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.megatron.model_and_optimizer import Policy
@@ -528,3 +528,54 @@ def test_idle_settings_of_the_buffer_are_refused(
     with pytest.raises(ValueError, match="has no effect") as caught:
         Settings(model={"path": "m"}, **{section: values})
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("before", [None, *RECIPES])
+@pytest.mark.parametrize("after", RECIPES)
+def test_a_recipe_set_over_resolved_settings_is_resolved_anew(
+    before: str | None, after: str
+) -> None:
+    """As if the run's file had named it: defaults that the run's own recipe made explicit in
+    settings.json make room; what the file set otherwise stays."""
+    own = {"learning_rate": 3e-6, "groups_per_step": 4, **NEEDED.get(after, {})}
+    recipe = {} if before is None else {"recipe": before}
+    teacher = NEEDED.get(before or "", {})
+    tree: dict[str, Any] = {"model": {"path": "m"}, "sampling": {"max_new_tokens": 700}}
+    run = build_settings(tree | {"trainer": own | recipe | teacher}, source="run.toml")
+    # As settings.json has it: every value explicit.
+    run = build_settings(run.model_dump(mode="json"), source="settings.json")
+    found = with_overrides(run, (f'trainer.recipe="{after}"',))
+    wanted = build_settings(
+        tree | {"trainer": own | teacher | {"recipe": after}}, source="run.toml"
+    )
+    assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("trainer", "override", "wanted"),
+    [
+        ({"loss": "gspo"}, "loss='cispo'", {"clip_low": 1.0, "clip_high": 4.0}),
+        ({"loss": "gspo", "clip_low": 0.01}, "loss='cispo'", {"clip_low": 0.01, "clip_high": 4.0}),
+        ({"recipe": "grpo"}, "kl='none'", {"kl_coefficient": 1e-3, "advantage": "grpo"}),
+        ({"recipe": "rloo", "kl_coefficient": 0.5}, "recipe='grpo'", {"kl_coefficient": 0.5}),
+        ({"recipe": "dapo"}, "overlong_penalty=0.0", {"overlong_max_tokens": None}),
+        ({"recipe": "decoupled_ppo"}, "correction='none'", {"correction_cap": 2.0}),
+        ({}, "loss='gspo'", {"clip_low": 3e-4, "denominator": "episode_means"}),
+        ({"recipe": "grpo"}, "num_steps=3", {"advantage": "grpo", "kl": "k3", "num_steps": 3}),
+    ],
+)
+def test_what_a_changed_setting_brings_replaces_what_the_old_one_brought(
+    trainer: dict[str, Any], override: str, wanted: dict[str, Any]
+) -> None:
+    """A value that was set otherwise in the run's file stays."""
+    run = build_settings({"model": {"path": "m"}, "trainer": trainer}, source="run.toml")
+    run = build_settings(run.model_dump(mode="json"), source="settings.json")
+    found = with_overrides(run, (f"trainer.{override}",)).trainer
+    assert {name: getattr(found, name) for name in wanted} == wanted
+
+
+def test_every_value_that_a_recipe_sets_can_be_resolved_anew() -> None:
+    """A new key of a recipe or of a loss belongs in the list."""
+    keys = {key for recipe in RECIPES.values() for section in recipe.values() for key in section}
+    keys |= {key for values in LOSS_DEFAULTS.values() for key in values}
+    assert keys | {"token_budget", "overlong_max_tokens", "overlong_buffer_tokens"} == set(DERIVED)
