@@ -1,19 +1,90 @@
-"""Finds and imports the user's code, and calls its `tear_down` at the end.
+"""Finds and imports the user's code, contains what it raises, and calls its `tear_down` at the end.
 
-A wrong path raises a SettingsError with one line that says what to change.
+A wrong path raises a SettingsError with one line that says what to change. An exception that ends
+an event loop, or that a future cannot hold, becomes a `UserExit`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import importlib
 import inspect
 import sys
 import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from outloop.buffer.errors import SettingsError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class UserExit(Exception):
+    """The user's code raised what asyncio cannot carry: its cause, for example SystemExit."""
+
+
+def contained(error: BaseException) -> Exception:
+    """Return an exception that a task or a future can carry: `error`, or a UserExit with its text.
+
+    A future refuses StopIteration, and asyncio lets SystemExit and KeyboardInterrupt end the loop.
+    """
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    exit_ = UserExit(f"{type(error).__name__}: {text_of(error)}")
+    exit_.__cause__ = error
+    return exit_.with_traceback(error.__traceback__)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The exception that the user's code raised: `error`, or what a UserExit stands for."""
+    return error.__cause__ or error if isinstance(error, UserExit) else error
+
+
+async def awaited(call: Awaitable[T]) -> T:
+    """Await a call of the user's code; what it raises does not end the event loop."""
+    try:
+        return await call
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        if (carried := contained(error)) is error:
+            raise
+        raise carried from error
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an exception, which its own class may fail to give; it can be encoded."""
+    try:
+        text = str(error)
+    except Exception as raised:  # noqa: BLE001 - the user's class may raise anything
+        text = f"(its __str__ raised {type(raised).__name__})"
+    return storable(text)
+
+
+def storable(text: str) -> str:
+    """The text, with halves of surrogate pairs as escapes, because UTF-8 cannot hold them."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+class UserThreads(ThreadPoolExecutor):
+    """Threads for the user's code; what it raises there can be awaited."""
+
+    def submit(
+        self, function: Callable[P, T], /, *arguments: P.args, **options: P.kwargs
+    ) -> Future[T]:
+        def call() -> T:
+            try:
+                return function(*arguments, **options)
+            except BaseException as error:
+                if (carried := contained(error)) is error:
+                    raise
+                raise carried from error
+
+        return super().submit(call)
 
 
 def import_folders(import_dir: Path | None) -> tuple[Path, ...]:
@@ -78,7 +149,7 @@ async def tear_down(target: Any) -> None:
 def _import_raised(path: str, setting: str, error: BaseException) -> SettingsError:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    text = " ".join(str(error).split())
+    text = " ".join(text_of(error).split())
     return SettingsError(
         f"{setting}={path!r}: importing it raised {type(error).__name__}{place}: {text}; "
         "make `import` of the module work on its own, and try again"

@@ -28,7 +28,14 @@ from outloop.buffer.records import Reward, Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.command_agent import command
 from outloop.envs.rollout.episode_result import as_reward
-from outloop.envs.user_code import import_object, tear_down
+from outloop.envs.user_code import (
+    awaited,
+    cause_of,
+    contained,
+    import_object,
+    tear_down,
+    text_of,
+)
 from outloop.envs.verifiers.clock import VerifierClock
 from outloop.envs.verifiers.result import Result
 
@@ -118,16 +125,17 @@ async def verify(
             raise
         except Exception as error:
             if attempt == _NUM_TRIES:
+                raised = cause_of(error)
                 raise EnvironmentFailure(
-                    f"the verifier raised {type(error).__name__}: {error} ({attempt} times)"
-                    f"{_hint(error)}"
+                    f"the verifier raised {type(raised).__name__}: {text_of(raised)} ({attempt} "
+                    f"times){_hint(raised)}"
                 ) from error
     raise AssertionError
 
 
-def _hint(error: Exception) -> str:
+def _hint(error: BaseException) -> str:
     """What to change, for common mistakes with a task or a result."""
-    text = str(error)
+    text = text_of(error)
     if isinstance(error, TypeError | AttributeError) and "'Task' object" in text:
         return (
             "; a task's fields are in task.payload: write task.payload['answer'], not "
@@ -149,13 +157,15 @@ class _FunctionVerifier:
     async def __call__(self, task: Task, result: Result, clock: VerifierClock) -> Reward:
         if self._is_async:
             with clock.running():
-                working = asyncio.ensure_future(self._function(task, result))
+                working = asyncio.ensure_future(awaited(self._function(task, result)))
             try:
                 is_done = await clock.watch(working)
             finally:
                 working.cancel()
             if not is_done:
                 raise _late(clock)
+            if working.cancelled():
+                raise RuntimeError("the verifier was cancelled from inside")
             returned = working.result()
         else:
             returned = await self._threads.call(self._function, task, result, clock)
@@ -225,10 +235,8 @@ class _Threads:
             returned, error = None, None
             try:
                 returned = function(*arguments)
-            except Exception as raised:  # noqa: BLE001 - the verifier may raise anything
-                error = raised
-            except BaseException as raised:  # noqa: BLE001 - SystemExit ends only this thread
-                error = RuntimeError(f"{type(raised).__name__}: {raised}")
+            except BaseException as raised:  # noqa: BLE001 - the verifier may raise anything
+                error = contained(raised)
             with suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(end, returned, error)
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import re
 import sysconfig
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outloop.buffer.errors import RecordError
 from outloop.buffer.records import FailureKind, Outcome, Reward
+from outloop.envs.user_code import cause_of, storable, text_of
 
 _MAX_ERROR_CHARS = 500
 _MAX_TRACE_CHARS = 8000
+_MAX_CAUSES = 8
 _PYTHON_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 _NODE_FRAME = re.compile(r"^\s+at .*?(?:file://)?(/[^\s():]+):(\d+):\d+\)?$", re.MULTILINE)
 _INSTALLED = ("site-packages/", "dist-packages/", "node_modules/", "/lib/python3")
@@ -50,6 +52,10 @@ class EpisodeResult:
     is_bad_reward: bool = False
     """True: the agent played, but the verifier returned no usable reward."""
 
+    def __post_init__(self) -> None:
+        for name in ("error", "output", "error_type", "place", "trace"):
+            object.__setattr__(self, name, storable(getattr(self, name)))
+
 
 def failed(
     error: BaseException,
@@ -60,14 +66,15 @@ def failed(
     output: str = "",
 ) -> EpisodeResult:
     """The result of an episode that `error` ended; `reward` only for failures of the agent."""
-    frames = traceback.extract_tb(error.__traceback__)
-    trace = "".join(traceback.format_exception(error)) if frames else ""
-    place = _user_place(frames) if frames else _place_in(output)
+    was_raised = error.__traceback__ is not None
+    place = _user_place(error) if was_raised else _place_in(output)
+    error = cause_of(error)
+    trace = "".join(traceback.format_exception(error)) if was_raised else ""
     return EpisodeResult(
         outcome=outcome,
         failure_kind=kind,
         reward=reward,
-        error=f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+        error=f"{type(error).__name__}: {text_of(error)}"[:_MAX_ERROR_CHARS]
         + (f" at {place}" * bool(place)),
         output=output,
         error_type=type(error).__name__,
@@ -76,11 +83,17 @@ def failed(
     )
 
 
-def _user_place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """file:line of the innermost frame outside Python, installed packages and outloop."""
-    for frame in reversed(frames):
-        if not frame.filename.startswith(("<", *_NOT_THE_USERS)):
-            return f"{frame.filename}:{frame.lineno}"
+def _user_place(error: BaseException) -> str:
+    """file:line of the innermost frame outside Python, installed packages and outloop; of the
+    error's cause if the error has none."""
+    link: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if link is None:
+            break
+        for frame in reversed(traceback.extract_tb(link.__traceback__)):
+            if not frame.filename.startswith(("<", *_NOT_THE_USERS)):
+                return f"{frame.filename}:{frame.lineno}"
+        link = link.__cause__
     return ""
 
 
@@ -98,7 +111,7 @@ def without_reward(error: RecordError, *, output: str = "") -> EpisodeResult:
     return EpisodeResult(
         outcome="failed",
         failure_kind="environment",
-        error=str(error)[:_MAX_ERROR_CHARS],
+        error=text_of(error)[:_MAX_ERROR_CHARS],
         output=output,
         error_type=type(error).__name__,
         is_bad_reward=True,

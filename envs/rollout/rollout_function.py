@@ -5,6 +5,7 @@ Nothing but the constructor of a class is called here.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.env import EnvSettings
-from outloop.envs.user_code import import_object, tear_down
+from outloop.envs.user_code import awaited, cause_of, import_object, tear_down, text_of
 
 Kind = Literal["async", "blocking", "batch"]
 _SETTING = "env.rollout_function_path"
@@ -36,11 +37,23 @@ class Rollout:
     owner: Any = None
     """The instance of the user's class, which may have set_up and tear_down; None: a function."""
 
-    async def set_up(self) -> None:
-        """Call the owner's `set_up`, if it has one."""
+    async def set_up(self, timeout_s: float) -> None:
+        """Call the owner's `set_up`, if it has one.
+
+        Raises:
+            SettingsError: it raised, or took longer than `timeout_s`.
+        """
         method = getattr(self.owner, "set_up", None)
-        if method is not None and inspect.isawaitable(answer := method()):
-            await answer
+        if method is None:
+            return
+        try:
+            if inspect.isawaitable(answer := method()):
+                await asyncio.wait_for(awaited(answer), timeout_s)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            raised = cause_of(error)
+            raise SettingsError(
+                f"set_up raised {type(raised).__name__}: {text_of(raised)}"
+            ) from error
 
     async def tear_down(self) -> None:
         """Call the owner's `tear_down`, or that of a function's module."""
@@ -93,10 +106,10 @@ def _from_class(target: type, named: str) -> Rollout:
 def _make(target: type, named: str) -> Any:
     try:
         return target()
-    except Exception as error:  # the user's constructor may raise anything
+    except (Exception, SystemExit) as error:  # the user's constructor may raise anything
         raise SettingsError(
-            f"{named}: its constructor raised {type(error).__name__}: {error}; move what may fail "
-            "into set_up(self)"
+            f"{named}: its constructor raised {type(error).__name__}: {text_of(error)}; move what "
+            "may fail into set_up(self)"
         ) from error
 
 

@@ -15,8 +15,9 @@ from outloop.buffer.errors import NotFound, RecordError
 from outloop.buffer.records import Outcome, Purpose, Task
 from outloop.envs.rollout.episode import Episode
 from outloop.envs.rollout.episode_result import EpisodeResult, without_reward
-from outloop.envs.runner.player import Player
+from outloop.envs.runner.player import Player, error_of, late
 from outloop.envs.runner.worker_protocol import Job
+from outloop.envs.user_code import awaited
 
 End = Callable[[int, EpisodeResult], None]
 
@@ -134,21 +135,11 @@ async def play_batch(player: Player, jobs: Sequence[Job], num_calls: int, end: E
     """
     context = Context(player, jobs, num_calls, end)
     limit_s = max(0.0, max(job.deadline for job in jobs) - time.time())
-    error: BaseException | None = None
-    is_late = False
-    try:
-        async with asyncio.timeout(limit_s) as clock:
-            await player.rollout.call(context.tasks, context)
-    except TimeoutError as raised:
-        error, is_late = raised, clock.expired()
-    except Exception as raised:  # noqa: BLE001 - the user's function may raise anything
-        error = raised
-    if is_late:
-        error = TimeoutError(
-            f"rollout took longer than {limit_s:.1f} s; finish earlier, or raise "
-            "env.episode_deadline_s"
-        )
-    context.finish(error, outcome="truncated" if is_late else "failed")
+    calling = asyncio.ensure_future(awaited(player.rollout.call(context.tasks, context)))
+    if await player.ends_within(limit_s, calling, "rollout"):
+        context.finish(error_of(calling, "rollout"))
+    else:
+        context.finish(late("rollout", limit_s), outcome="truncated")
 
 
 def _attempt_of(job: Job) -> Attempt:

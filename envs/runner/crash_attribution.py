@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
 from typing import Any
 
+from outloop.envs.user_code import contained
+
 _BEAT = 0
 _LOOP_CELL = 1
 _FIRST_THREAD_CELL = 2
@@ -67,43 +69,50 @@ class Marker:
         self._cells[_FIRST_THREAD_CELL + index] = number
 
     def task_factory(self) -> Callable[..., asyncio.Task[Any]]:
-        """For `loop.set_task_factory`: tasks of an episode mark each of their steps."""
+        """For `loop.set_task_factory`: tasks of an episode mark each of their steps, and no task
+        ends the loop by SystemExit or KeyboardInterrupt."""
 
         def create(
             loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
         ) -> asyncio.Task[Any]:
             context = options.get("context")
             number = episode_number.get() if context is None else context.get(episode_number, 0)
-            if number and asyncio.iscoroutine(coroutine):
-                coroutine = _Marked(coroutine, self._cells, number)
-            return asyncio.Task(coroutine, loop=loop, **options)
+            if not number or not asyncio.iscoroutine(coroutine):
+                return contained_task(loop, coroutine, **options)
+            return asyncio.Task(_Marked(coroutine, self._cells, number), loop=loop, **options)
 
         return create
 
 
-class _Marked(Coroutine[Any, Any, Any]):
-    """A coroutine that writes its episode's number into the loop's cell while it runs."""
+def contained_task(
+    loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+) -> asyncio.Task[Any]:
+    """For `loop.set_task_factory`: SystemExit and KeyboardInterrupt fail the task that raises them,
+    and do not end the event loop."""
+    if asyncio.iscoroutine(coroutine):
+        coroutine = _Contained(coroutine)
+    return asyncio.Task(coroutine, loop=loop, **options)
 
-    def __init__(self, inner: Any, cells: memoryview, number: int) -> None:
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine that raises a UserExit in place of what would end the event loop."""
+
+    def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._cells = cells
-        self._number = number
         self.__name__ = getattr(inner, "__name__", "")
         self.__qualname__ = getattr(inner, "__qualname__", "")
 
     def send(self, value: Any) -> Any:
-        self._cells[_LOOP_CELL] = self._number
         try:
             return self._inner.send(value)
-        finally:
-            self._cells[_LOOP_CELL] = 0
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise contained(error) from error
 
     def throw(self, *error: Any) -> Any:
-        self._cells[_LOOP_CELL] = self._number
         try:
             return self._inner.throw(*error)
-        finally:
-            self._cells[_LOOP_CELL] = 0
+        except (SystemExit, KeyboardInterrupt) as raised:
+            raise contained(raised) from raised
 
     def close(self) -> None:
         self._inner.close()
@@ -114,3 +123,26 @@ class _Marked(Coroutine[Any, Any, Any]):
     def __getattr__(self, name: str) -> Any:
         # Libraries look at cr_frame, cr_running and their like.
         return getattr(self._inner, name)
+
+
+class _Marked(_Contained):
+    """A coroutine that writes its episode's number into the loop's cell while it runs."""
+
+    def __init__(self, inner: Any, cells: memoryview, number: int) -> None:
+        super().__init__(inner)
+        self._cells = cells
+        self._number = number
+
+    def send(self, value: Any) -> Any:
+        self._cells[_LOOP_CELL] = self._number
+        try:
+            return super().send(value)
+        finally:
+            self._cells[_LOOP_CELL] = 0
+
+    def throw(self, *error: Any) -> Any:
+        self._cells[_LOOP_CELL] = self._number
+        try:
+            return super().throw(*error)
+        finally:
+            self._cells[_LOOP_CELL] = 0

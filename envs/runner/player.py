@@ -11,7 +11,7 @@ import contextvars
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from outloop.envs.rollout.rollout_function import Rollout
 from outloop.envs.runner.crash_attribution import Marker, episode_number
 from outloop.envs.runner.failures import kind_of
 from outloop.envs.runner.worker_protocol import Job
+from outloop.envs.user_code import awaited, contained
 
 _CANCEL_S = 2.0
 _log = structlog.get_logger()
@@ -101,22 +102,27 @@ class Player:
         # A copy, so that changes to the payload stay in this episode.
         task = replace(episode.task, payload=dict(episode.task.payload))
         playing = self._start(function, task, episode, number)
+        if not await self.ends_within(limit_s, playing, "play", episode.episode_id):
+            return self.ending_of(late("play", limit_s), episode, outcome="truncated")
+        error = error_of(playing, "play")
+        if error is not None:
+            return self.ending_of(error, episode)
+        return self.scored(playing.result(), episode)
+
+    async def ends_within(
+        self, limit_s: float, playing: asyncio.Future[Any], name: str, episode_id: str = ""
+    ) -> bool:
+        """Wait for a call of the user's function `name`; it is given up after `limit_s`.
+
+        The call is cancelled then. If it ignores that, it continues in the background.
+        """
         try:
             await asyncio.wait({playing}, timeout=limit_s)
         finally:
-            expired = not playing.done()
-            if expired:
-                await self._give_up(playing, episode.episode_id)
-        if expired:
-            error = TimeoutError(
-                f"play took longer than {limit_s:.1f} s; finish earlier, or raise "
-                "env.episode_deadline_s"
-            )
-            return self.ending_of(error, episode, outcome="truncated")
-        found = _error_of(playing)
-        if found is not None:
-            return self.ending_of(found, episode)
-        return self.scored(playing.result(), episode)
+            is_done = playing.done()
+            if not is_done:
+                await self._give_up(playing, name, episode_id)
+        return is_done
 
     def scored(self, returned: Any, episode: Episode) -> EpisodeResult:
         """The result of an episode from what `play` returned; an EpisodeResult stays as it is."""
@@ -145,11 +151,10 @@ class Player:
         self, function: Callable[..., Any], task: Task, episode: Episode, number: int
     ) -> asyncio.Future[Any]:
         if self.rollout.kind != "blocking":
-            return asyncio.ensure_future(function(task, episode))
+            return asyncio.ensure_future(awaited(function(task, episode)))
         return self._threads.start(function, task, episode, number)
 
-    async def _give_up(self, playing: asyncio.Future[Any], episode_id: str) -> None:
-        """Cancel an attempt; if it ignores that, it goes on in the background."""
+    async def _give_up(self, playing: asyncio.Future[Any], name: str, episode_id: str) -> None:
         if self.rollout.kind == "blocking":
             self._num_stuck += 1
             playing.add_done_callback(self._came_back)
@@ -159,18 +164,17 @@ class Player:
         await asyncio.wait({playing}, timeout=_CANCEL_S)
         if not playing.done():
             _log.warning(
-                "play_ignores_cancellation",
+                f"{name}_ignores_cancellation",
                 episode_id=episode_id,
-                note="it continues in the background; let asyncio.CancelledError pass through play",
+                note="it continues in the background; let asyncio.CancelledError pass through "
+                f"{name}",
             )
-            playing.add_done_callback(_error_of)
-        else:
-            _error_of(playing)
+        playing.add_done_callback(_retrieve)
 
     def _came_back(self, playing: asyncio.Future[Any]) -> None:
         self._num_stuck -= 1
         self._on_stuck(self._num_stuck)
-        _error_of(playing)
+        _retrieve(playing)
 
 
 class _Threads:
@@ -188,24 +192,50 @@ class _Threads:
     ) -> asyncio.Future[Any]:
         context = contextvars.copy_context()
         call = self._pool.submit(context.run, self._run, function, task, episode, number)
-        return asyncio.wrap_future(call)
+        return asyncio.ensure_future(self._outcome(call))
+
+    async def _outcome(self, call: Future[tuple[Any, Exception | None]]) -> Any:
+        returned, error = await asyncio.wrap_future(call)
+        if error is not None:
+            raise error
+        return returned
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, function: Callable[..., Any], task: Task, episode: Episode, number: int) -> Any:
-        if self._marker is None:
-            return function(task, episode)
+    def _run(
+        self, function: Callable[..., Any], task: Task, episode: Episode, number: int
+    ) -> tuple[Any, Exception | None]:
+        """What the function returned, or raised: a future would replace a TimeoutError by its own,
+        and refuse StopIteration."""
         cell = self._cells.get()
-        self._marker.in_thread(cell, number)
+        if self._marker is not None:
+            self._marker.in_thread(cell, number)
         try:
-            return function(task, episode)
+            return function(task, episode), None
+        except BaseException as error:  # noqa: BLE001 - the user's function may raise anything
+            return None, contained(error)
         finally:
-            self._marker.in_thread(cell, 0)
+            if self._marker is not None:
+                self._marker.in_thread(cell, 0)
             self._cells.put(cell)
 
 
-def _error_of(playing: asyncio.Future[Any]) -> BaseException | None:
+def late(name: str, limit_s: float) -> TimeoutError:
+    """The error of a call of the user's function `name` that took longer than `limit_s`."""
+    return TimeoutError(
+        f"{name} took longer than {limit_s:.1f} s; finish earlier, or raise env.episode_deadline_s"
+    )
+
+
+def error_of(playing: asyncio.Future[Any], name: str) -> BaseException | None:
+    """The error that ended a call of the user's function `name`; None if it returned."""
     if playing.cancelled():
-        return RuntimeError("play was cancelled from inside")
+        return RuntimeError(f"{name} was cancelled from inside")
     return playing.exception()
+
+
+def _retrieve(playing: asyncio.Future[Any]) -> None:
+    """Look at the error of a call that was given up, so that asyncio does not report it."""
+    if not playing.cancelled():
+        playing.exception()

@@ -28,6 +28,7 @@ from outloop.envs.runner.batch_player import play_batch
 from outloop.envs.runner.crash_attribution import Marker
 from outloop.envs.runner.player import Player
 from outloop.envs.runner.worker_protocol import Job
+from outloop.envs.user_code import UserThreads
 
 _BEAT_S = 0.2
 _PR_SET_PDEATHSIG = 1
@@ -57,11 +58,9 @@ class Worker:
         """Load the user's code and call its set_up; False when it cannot be used."""
         try:
             rollout = agent.load_player(self._env, self._hidden)
-            await asyncio.wait_for(rollout.set_up(), self._env.set_up_timeout_s)
+            await rollout.set_up(self._env.set_up_timeout_s)
         except SettingsError as error:
             self._send(worker_protocol.Refused(str(error)))
-        except Exception as error:  # noqa: BLE001 - the user's set_up may raise anything
-            self._send(worker_protocol.Refused(f"set_up raised {type(error).__name__}: {error}"))
         else:
             self._player = Player(
                 rollout,
@@ -89,7 +88,7 @@ class Worker:
         assert self._player is not None
         try:
             await asyncio.wait_for(self._player.rollout.tear_down(), self._env.set_up_timeout_s)
-        except Exception:  # noqa: BLE001 - the user's tear_down may raise anything
+        except BaseException:  # noqa: BLE001 - the user's tear_down may raise anything
             _log.exception("tear_down_raised")
         await self._player.close()
 
@@ -106,7 +105,11 @@ class Worker:
 
     async def _play(self, job: Job) -> None:
         assert self._player is not None
-        self._end(job.number, await self._player.play(job))
+        try:
+            ending = await self._player.play(job)
+        except Exception as error:  # noqa: BLE001 - each job has a result, whatever fails here
+            ending = failed(error, "environment")
+        self._end(job.number, ending)
 
     async def _play_batch(self, jobs: tuple[Job, ...], num_calls: int) -> None:
         assert self._player is not None
@@ -150,7 +153,9 @@ async def _run(connection: socket.socket, marker: Marker) -> None:
     begin = worker_protocol.to_worker.decode(data)
     assert isinstance(begin, worker_protocol.Begin)
     configure_logging("worker", begin.log_level)
-    asyncio.get_running_loop().set_task_factory(marker.task_factory())
+    loop = asyncio.get_running_loop()
+    loop.set_task_factory(marker.task_factory())
+    loop.set_default_executor(UserThreads(thread_name_prefix="asyncio"))
     env = EnvSettings.model_validate_json(begin.env)
     worker = Worker(writer, marker, env, begin)
     _limit(env.worker_memory_mb)

@@ -25,9 +25,11 @@ from outloop.envs.rollout.episode_result import EpisodeResult, failed
 from outloop.envs.rollout.rollout_function import Kind
 from outloop.envs.runner import worker_protocol
 from outloop.envs.runner.batch_player import play_batch
+from outloop.envs.runner.crash_attribution import contained_task
 from outloop.envs.runner.player import Player
 from outloop.envs.runner.router_client import OpenedClaim
 from outloop.envs.runner.worker_process import WorkerProcess
+from outloop.envs.user_code import UserThreads
 
 _WATCH_S = 0.5
 _GROWN_SHARE = 0.8
@@ -270,7 +272,10 @@ class InProcess:
         """Load the user's code and call its set_up."""
         env = self._settings.env
         rollout = load_player(env, self._hidden)
-        await asyncio.wait_for(rollout.set_up(), env.set_up_timeout_s)
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(contained_task)
+        loop.set_default_executor(UserThreads(thread_name_prefix="asyncio"))
+        await rollout.set_up(env.set_up_timeout_s)
         self._player = Player(rollout, env, max_episodes=env.max_concurrent_episodes)
         self.kind = rollout.kind
 
@@ -305,6 +310,7 @@ class InProcess:
         if self._player is not None:
             await self._player.rollout.tear_down()
             await self._player.close()
+        asyncio.get_running_loop().set_task_factory(None)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

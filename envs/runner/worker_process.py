@@ -92,8 +92,8 @@ class WorkerProcess:
 
     @property
     def num_free(self) -> int:
-        """Number of further episodes that it could play."""
-        if not self.ready_at or self.is_retired or self.died.is_set():
+        """Number of further episodes that it could play; none from the end of its socket on."""
+        if not self.ready_at or self.is_retired or self.died.is_set() or not self._is_connected():
             return 0
         return max(0, self.max_episodes - self.num_jobs - self.num_stuck)
 
@@ -185,17 +185,21 @@ class WorkerProcess:
             await self._process.wait()
             return
         if not self.died.is_set():
-            with suppress(ConnectionError, RuntimeError):
-                self._send(worker_protocol.Stop())
+            self._send(worker_protocol.Stop())
             try:
                 await asyncio.wait_for(self.died.wait(), _STOP_S)
             except TimeoutError:
                 await self.kill()
         await self._reading
 
+    def _is_connected(self) -> bool:
+        return self._writer is not None and not self._writer.is_closing()
+
     def _send(self, message: worker_protocol.ToWorker) -> None:
-        assert self._writer is not None
-        self._writer.write(worker_protocol.frame(message))
+        """Send it; a worker that has ended gets nothing, and its jobs end with its death."""
+        frame = worker_protocol.frame(message)
+        if self._writer is not None and self._is_connected():
+            self._writer.write(frame)
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
