@@ -11,14 +11,15 @@ from types import MappingProxyType
 import structlog
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
+from outloop.envs.sandbox import base_mount
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.cgroups import Cgroup, find_cgroups
 from outloop.envs.sandbox.guest_bundle import GUEST_FOLDER, boot_argv, system_python
+from outloop.envs.sandbox.host_users import base_owner, new_user
 from outloop.envs.sandbox.supervised import SupervisedSandbox
 from outloop.envs.sandbox.supervisor_process import Launch, SupervisorProcess
 
 _log = structlog.get_logger()
-_NOBODY = 65534
 _USER = 1000
 _BASE = "/base"
 
@@ -121,12 +122,12 @@ class BubblewrapSandbox(SupervisedSandbox):
             *("--setenv", "LANG", "C.UTF-8", "--chdir", "/", "--", *boot),
         ]
         # The kernel's limit on processes does not bind root, inside the namespace neither.
-        return Launch(argv=argv, user=session_user(), pass_fds=() if events < 0 else (events,))
-
-
-def session_user() -> int | None:
-    """Whose the processes of a session are on this machine; None: this process's own user."""
-    return _NOBODY if os.getuid() == 0 else None
+        user, owner = new_user(), base_owner()
+        if user is not None and base is not None and base.stat().st_uid == owner:
+            words = (str(base), str(owner), str(user))
+            argv = [system_python(), "-I", "-S", base_mount.__file__, *words, *argv]
+            user = None
+        return Launch(argv=argv, user=user, pass_fds=() if events < 0 else (events,))
 
 
 def _base_words(base: Path) -> tuple[str, ...]:

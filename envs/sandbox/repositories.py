@@ -18,7 +18,7 @@ from pathlib import Path
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.owned_folder import OwnedFolder
-from outloop.envs.sandbox.bubblewrap import session_user
+from outloop.envs.sandbox.host_users import base_owner
 
 _EXECUTABLE, _LINK, _SUBMODULE = "100755", "120000", "160000"
 
@@ -188,7 +188,7 @@ def _link(kept: Path, path: Path) -> None:
 
 
 def _give(path: Path) -> None:
-    """Make it the session's user's, so that a session needs a layer and no copy."""
-    user = session_user()
-    if user is not None:
-        os.chown(path, user, user, follow_symlinks=False)
+    """Make it the owner's of such folders, so that a session needs a layer and no copy."""
+    owner = base_owner()
+    if owner is not None:
+        os.chown(path, owner, owner, follow_symlinks=False)

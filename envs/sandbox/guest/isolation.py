@@ -15,6 +15,16 @@ _BOX = "/box"
 _FIRST_UID, _NUM_UIDS = 20_000, 40_000
 """User ids in containers: below 65,536, which engines map; each container has its own."""
 
+_OF_A_USER = {
+    "max_user_namespaces": 0,
+    "max_inotify_instances": 16,
+    "max_inotify_watches": 8192,
+}
+"""What the programs of a session may have at once of what the kernel counts by user."""
+_MAX_TERMINALS = 16
+_MAX_SIGNALS = 1024
+"""Queued signals and timers; the kernel counts them by user too."""
+
 
 class NamespaceIsolation:
     """Gives each program pid, mount and ipc namespaces of its own, by CAP_SYS_ADMIN."""
@@ -27,8 +37,14 @@ class NamespaceIsolation:
         self._disk = (disk_bytes, max_files)
         self._base = base
         self._is_kept_open = False
-        with open("/proc/sys/user/max_user_namespaces", "w") as file:
-            file.write("0")
+        # In a mount namespace that this process owns, so that it may mount.
+        syscalls.own_mounts()
+        _mount_terminals()
+        for name, number in _OF_A_USER.items():
+            path = f"/proc/sys/user/{name}"
+            if os.path.exists(path):
+                with open(path, "w") as file:
+                    file.write(str(number))
         if base:
             # A base that does not fit the disk ends the session here, before any program runs.
             self.open_kept()
@@ -37,7 +53,6 @@ class NamespaceIsolation:
         """In the supervisor: mount the folder that calls with kept files share."""
         if not self._is_kept_open:
             self._is_kept_open = True
-            syscalls.own_mounts()
             _mount_box(*self._disk, self._base)
 
     def fork(self) -> int:
@@ -208,6 +223,7 @@ def set_limits(
         resource.RLIMIT_NOFILE: (256, 256),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_MSGQUEUE: (0, 0),
+        resource.RLIMIT_SIGPENDING: (_MAX_SIGNALS, _MAX_SIGNALS),
     }
     if memory_bytes:
         limits[resource.RLIMIT_AS] = (memory_bytes, memory_bytes)
@@ -221,8 +237,42 @@ def set_limits(
             resource.setrlimit(name, (soft, hard))
         except ValueError:
             # gVisor refuses a limit of what it has none of; Linux refuses to raise one only.
-            if name != resource.RLIMIT_MSGQUEUE:
+            if name not in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING):
                 raise
+
+
+def _mount_terminals() -> None:
+    """Mount pseudo-terminals of the session's own, few of the machine's (kernel.pty.max).
+
+    The kernel makes their device for the user 0 of a user namespace alone. So a process of a
+    namespace of its own, which maps 0, makes the file system and leaves its descriptor here.
+    """
+    flags = syscalls.CLONE_FILES | syscalls.CLONE_NEWUSER | syscalls.CLONE_NEWNS
+    uid, gid = os.getuid(), os.getgid()
+    told, tell = os.pipe()
+    pid = syscalls.clone(flags)
+    if pid == 0:
+        try:
+            for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"),
+                               ("gid_map", f"0 {gid} 1")):  # fmt: skip
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(text)
+            options = {"ptmxmode": "0666", "mode": "0620", "max": str(_MAX_TERMINALS)}
+            made = syscalls.new_file_system("devpts", options)
+            os.write(tell, b"%d" % made)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    is_made = os.waitpid(pid, 0)[1] == 0
+    if is_made:
+        made = int(os.read(told, 20))
+        syscalls.move_mount(made, "/dev/pts")
+        os.close(made)
+    os.close(told)
+    os.close(tell)
+    if not is_made:
+        # Kernels before 5.2: programs have none.
+        syscalls.mount("none", "/dev/pts", "tmpfs", syscalls.MS_NOSUID, "size=4k,mode=0555")
 
 
 def _mount_box(disk_bytes: int, max_files: int, base: str) -> None:

@@ -7,8 +7,10 @@ import os
 
 SIGKILL, SIGCHLD, SIGPIPE, SIGXFSZ = 9, 17, 13, 25
 """Not imported: the module `signal` takes as long to import as the first call of a session."""
+CLONE_FILES = 0x00000400
 CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND = 2, 4, 8, 4096
 
@@ -17,6 +19,11 @@ _PR_SET_DUMPABLE = 4
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 _CAPABILITY_VERSION_3 = 0x20080522
+_FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 6
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+_AT_FDCWD = -100
+_SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 429, 430, 431, 432
+"""The same for every machine."""
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 
 # PyDLL keeps the GIL: a clone must come back with the interpreter as it was.
@@ -58,6 +65,27 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
         ctypes.c_ulong(flags),
         options.encode() or None,
     )
+    _checked(answer, f"mount {target}")
+
+
+def new_file_system(kind: str, options: dict[str, str]) -> int:
+    """Make a file system that is mounted nowhere yet; returns its descriptor."""
+    context = _checked(_libc.syscall(_SYS_FSOPEN, kind.encode(), 0), f"fsopen {kind}")
+    for key, value in options.items():
+        words = (key.encode(), value.encode())
+        answer = _libc.syscall(_SYS_FSCONFIG, context, _FSCONFIG_SET_STRING, *words, 0)
+        _checked(answer, f"fsconfig {key}")
+    answer = _libc.syscall(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+    _checked(answer, f"fsconfig {kind}")
+    made = _checked(_libc.syscall(_SYS_FSMOUNT, context, 0, 0), f"fsmount {kind}")
+    os.close(context)
+    return made
+
+
+def move_mount(made: int, target: str) -> None:
+    """Mount what `new_file_system` made."""
+    path = target.encode()
+    answer = _libc.syscall(_SYS_MOVE_MOUNT, made, b"", _AT_FDCWD, path, _MOVE_MOUNT_F_EMPTY_PATH)
     _checked(answer, f"mount {target}")
 
 

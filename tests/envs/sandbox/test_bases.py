@@ -10,7 +10,7 @@ import pytest
 from outloop.buffer.errors import EnvironmentFailure
 from outloop.envs.sandbox.api import Limits, Sandbox
 from outloop.envs.sandbox.backends import open_sandbox
-from outloop.envs.sandbox.bubblewrap import session_user
+from outloop.envs.sandbox.host_users import base_owner
 
 LIMITS = Limits(wall_s=20, memory_bytes=256 * 2**20, max_processes=16, disk_bytes=2**20)
 BIG = 3 * 2**20
@@ -27,10 +27,10 @@ def base(request: pytest.FixtureRequest) -> Iterator[Path]:
         (folder / "run.sh").write_text("echo it runs")
         (folder / "run.sh").chmod(0o755)
         (folder / "link").symlink_to("src/words.py")
-        if request.param == "session's" and (user := session_user()) is not None:
+        if request.param == "session's" and (user := base_owner()) is not None:
             for path in (folder, *folder.rglob("*")):
                 os.chown(path, user, user, follow_symlinks=False)
-        elif request.param != "session's" and session_user() is None:
+        elif request.param != "session's" and base_owner() is None:
             pytest.skip("only root can make files of somebody else")
         folder.chmod(0o755)
         yield folder
@@ -73,8 +73,8 @@ async def test_a_base_cannot_be_written_by_another_path(sandbox: Sandbox, base: 
 async def test_a_layer_counts_as_the_sessions_disk(sandbox: Sandbox, base: Path) -> None:
     """Changes beyond the limit fail; a base that has to be copied must fit itself."""
     (base / "large").write_bytes(b"x" * BIG)
-    is_copied = session_user() is not None and (base / "src").stat().st_uid != session_user()
-    if not is_copied and (user := session_user()) is not None:
+    is_copied = base_owner() is not None and (base / "src").stat().st_uid != base_owner()
+    if not is_copied and (user := base_owner()) is not None:
         os.chown(base / "large", user, user)
     async with sandbox.session(LIMITS, base=base) as session:
         if is_copied:
