@@ -360,6 +360,18 @@ def _check_number(name: str, number: object) -> None:
         )
 
 
+class Refusals(msgspec.Struct, frozen=True, kw_only=True):
+    """Model calls of an episode that the router refused and no repetition would have mended."""
+
+    counts: dict[str, int] = {}
+    """By the code of the refusal."""
+    last: str = ""
+    """The sentence of the last one, at most 500 characters."""
+
+
+NO_REFUSALS = Refusals()
+
+
 class Episode(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One closed attempt at a task, without its turns."""
 
@@ -376,6 +388,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     metadata: dict[str, str]
     opened_at: float
     closed_at: float
+    refusals: Refusals = NO_REFUSALS
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -517,6 +530,7 @@ class OpenEpisode:
     """What went wrong, as the runner reported it."""
     output: str = ""
     """The end of what an agent program wrote."""
+    refusals: Refusals = NO_REFUSALS
     resumes: str | None = None
     """The lost episode that this one resumes."""
     recorded: tuple[Turn, ...] = ()

@@ -54,8 +54,8 @@ from outloop.buffer.redis.scripts import Abandoned, Argument, AsyncScripts, Cloc
 from outloop.buffer.registry import decode_frozen, decode_servers, encode_facts
 from outloop.buffer.run import Run
 from outloop.buffer.runner_keys import KnownKeys, decode_keys
-from outloop.buffer.store.budget_notes import BudgetNotes, EpisodeUsage
 from outloop.buffer.store.episodes import load_async, named
+from outloop.buffer.store.refusal_notes import EpisodeUsage, RefusalNotes
 from outloop.buffer.store.sft import put_async
 from outloop.buffer.store.shards import AsyncShardedTurns
 from outloop.buffer.store.turns import AsyncListedTurns, AsyncTurnStore
@@ -95,7 +95,7 @@ class BufferWriter:
             self._turns = AsyncShardedTurns(
                 client, run.run_id, self._prefix, self._scripts, shards, min_replicas=copies
             )
-        self.budget_notes = BudgetNotes(client, self._scripts, self._prefix)
+        self.refusal_notes = RefusalNotes(client, self._scripts, self._prefix)
         self.channel = Channel(client, self._prefix)
         self._tasks: OrderedDict[bytes, Task] = OrderedDict()
         self._mixture: tuple[int, Mixture] | None = None

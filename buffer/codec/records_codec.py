@@ -20,11 +20,13 @@ from outloop.buffer.errors import RecordError, SchemaMismatch
 from outloop.buffer.records import (
     FLOAT32,
     INT32,
+    NO_REFUSALS,
     Episode,
     FailureKind,
     Int32,
     Opening,
     Outcome,
+    Refusals,
     Reward,
     Task,
     Trajectory,
@@ -165,8 +167,29 @@ def encode_task(task: Task) -> bytes:
     return _TASK.encode(dataclasses.replace(task, priority=0), task.task_id)
 
 
+def decode_refusals(data: bytes | None) -> Refusals:
+    """The refusals that the script note_refusal packed; None: there were none.
+
+    Raises:
+        RecordError: the bytes are damaged.
+    """
+    if data is None:
+        return NO_REFUSALS
+    try:
+        last, *counts = msgspec.msgpack.decode(data, type=list[str | int])
+        pairs = dict(zip(counts[::2], counts[1::2], strict=True))
+        return msgspec.convert({"counts": pairs, "last": last}, Refusals)
+    except (ValueError, UnicodeDecodeError) as error:
+        raise RecordError(f"refusals are damaged: {error}") from error
+
+
 def decode_episode(
-    episode_id: str, opening: bytes, closure: bytes, reward: bytes | None, closed_at: float
+    episode_id: str,
+    opening: bytes,
+    closure: bytes,
+    reward: bytes | None,
+    refusals: bytes | None,
+    closed_at: float,
 ) -> Episode:
     """The closed episode that was stored as these; raises as decode_turn."""
     began, ended = decode_opening(opening), decode_closure(closure)
@@ -182,4 +205,5 @@ def decode_episode(
         metadata=began.metadata,
         opened_at=began.opened_at,
         closed_at=closed_at,
+        refusals=decode_refusals(refusals),
     )

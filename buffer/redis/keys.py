@@ -122,7 +122,13 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("predictions", "list", _RUN, "scripts", "ms predicted and taken, the last 256 groups"),
     KeySpec("trained_slots", "zset", "last marks", "acknowledge", "slots by their mark's version"),
     KeySpec("marks", "zset", "last marks", "acknowledge", "versions of the last checkpoint marks"),
-    KeySpec("episode:EPISODE", "hash", _HOUR_AFTER, "open", "opening, closure, reward, turn index"),
+    KeySpec(
+        "episode:EPISODE",
+        "hash",
+        _HOUR_AFTER,
+        "open",
+        "opening, closure, reward, refusals, turn index",
+    ),
     KeySpec(
         "episode:EPISODE:turns",
         "list",

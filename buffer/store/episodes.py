@@ -19,7 +19,7 @@ from outloop.buffer.records import OpenEpisode, Trajectory, Turn, check_turns
 from outloop.buffer.redis.client import translated
 from outloop.buffer.store.turns import AsyncTurnStore, Stored, TurnStore
 
-EPISODE_FIELDS = ("opening", "closure", "reward", "closed")
+EPISODE_FIELDS = ("opening", "closure", "reward", "closed", "refusals")
 """The fields to read from an episode's hash, in this order."""
 _OPEN_EPISODE_FIELDS = (*EPISODE_FIELDS, "resumes")
 """The same for an episode that may be open."""
@@ -40,7 +40,7 @@ async def load_async(
             pipeline.lrange(f"{name}:turns", 0, -1)
             fields, listed = await pipeline.execute()
         found: list[tuple[str, Any]] = [(episode_id, listed)]
-        source: Any = fields[4]
+        source: Any = fields[5]
         while source is not None:
             earlier_id = source.decode()
             name = f"{prefix}episode:{earlier_id}"
@@ -91,7 +91,7 @@ def open_episode_from(
     """The episode from its stored fields; None without an opening.
 
     Args:
-        fields: opening, closure, reward, closed, resumes.
+        fields: EPISODE_FIELDS, resumes.
         earlier: the turns of the episodes that it resumes, the newest episode first.
     """
     if fields[0] is None:
@@ -108,7 +108,8 @@ def open_episode_from(
         failure_kind=None if closure is None else closure.failure_kind,
         error="" if closure is None else closure.error,
         output="" if closure is None else closure.output,
-        resumes=None if fields[4] is None else fields[4].decode(),
+        refusals=records_codec.decode_refusals(fields[4]),
+        resumes=None if fields[5] is None else fields[5].decode(),
         recorded=_recorded(own, earlier),
     )
 
@@ -121,14 +122,16 @@ def trajectory_from(episode_id: str, fields: Fields, turns: Stored) -> Trajector
         RecordError: it is not closed, or a record is damaged or belongs to another episode.
         SchemaMismatch: a record was written by another release.
     """
-    opening, closure, reward, closed_at_ms = fields
+    opening, closure, reward, closed_at_ms, refusals = fields
     if opening is None or closure is None or closed_at_ms is None:
         raise RecordError(f"episode_id={episode_id} lacks its opening or its closure")
     decoded = _turns_from(episode_id, turns)
     check_turns(episode_id, decoded)
     closed_at = _seconds(closed_at_ms, episode_id)
     try:
-        episode = records_codec.decode_episode(episode_id, opening, closure, reward, closed_at)
+        episode = records_codec.decode_episode(
+            episode_id, opening, closure, reward, refusals, closed_at
+        )
     except UNREADABLE:
         with named(f"episode_id={episode_id}"):
             raise

@@ -17,11 +17,11 @@ import structlog
 from outloop.buffer.errors import UNREADABLE
 from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.scripts import SyncScripts
-from outloop.buffer.store.episodes import open_episode_from, read_stored
+from outloop.buffer.store.episodes import EPISODE_FIELDS, open_episode_from, read_stored
 from outloop.buffer.store.turns import TurnStore
 from outloop.buffer.trajectories.ended import EndedEpisode, Entry
 
-_FIELDS = ("opening", "closure", "reward", "closed", "resumes")
+_FIELDS = (*EPISODE_FIELDS, "resumes")
 _log = structlog.get_logger()
 
 

@@ -13,7 +13,7 @@ from outloop.buffer.codec.jsonl import format_line
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Episode, Trajectory
 from outloop.buffer.trajectories.folder import part_paths, read_manifest
-from outloop.buffer.trajectories.tables import reward_of, turn_of
+from outloop.buffer.trajectories.tables import refusals_of, reward_of, turn_of
 from outloop.buffer.whole_file import whole_file
 
 _FOUND_AGAIN = ("no_signal", "filtered", "overlong")
@@ -109,7 +109,12 @@ def read_trajectories(
             own = turns.slice(first, row["num_turns"])
             yield Trajectory(
                 episode=msgspec.convert(
-                    row | {"reward": reward_of(row), "metadata": json.loads(row["metadata"])},
+                    row
+                    | {
+                        "reward": reward_of(row),
+                        "metadata": json.loads(row["metadata"]),
+                        "refusals": refusals_of(row),
+                    },
                     Episode,
                 ),
                 turns=tuple(turn_of(turn) for turn in own.to_pylist()),

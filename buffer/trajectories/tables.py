@@ -17,7 +17,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from outloop.buffer.records import Reward, TokenReward, Turn, facts_of, turn_with
+from outloop.buffer.records import (
+    NO_REFUSALS,
+    Refusals,
+    Reward,
+    TokenReward,
+    Turn,
+    facts_of,
+    turn_with,
+)
 from outloop.buffer.trajectories.ended import EndedEpisode
 
 EPISODES: pa.Schema = pa.schema(
@@ -55,10 +63,12 @@ EPISODES: pa.Schema = pa.schema(
         ("resumes", pa.string()),
         ("error", pa.string()),
         ("output", pa.string()),
+        ("refusals", pa.string()),
         ("text", pa.large_string()),
     ]
 )
-"""`text`: what the turns added, prompts and outputs in the order of recording, to be searched."""
+"""`refusals`: a `Refusals` as JSON. `text`: what the turns added, prompts and outputs in the order
+of recording, to be searched."""
 TURNS: pa.Schema = pa.schema(
     [
         ("episode_id", pa.string()),
@@ -175,6 +185,7 @@ def _episode_row(ended: EndedEpisode, rows: Sequence[dict[str, Any]]) -> dict[st
         "resumes": episode.resumes,
         "error": episode.error,
         "output": episode.output,
+        "refusals": msgspec.json.encode(episode.refusals).decode(),
         "text": "".join(row["prompt_text"] + row["output_text"] for row in rows),
     }
 
@@ -222,17 +233,19 @@ def merge_files(parts: Sequence[tuple[Path, Path]], to_episodes: Path, to_turns:
 
 
 def _merge(paths: Sequence[Path], to: Path, *, num_rows: int) -> None:
-    with pq.ParquetWriter(to, pq.read_schema(paths[0]), **_OPTIONS) as writer:
-        waiting: pa.Table | None = None
+    # Earlier releases wrote fewer columns.
+    schema = pa.unify_schemas([pq.read_schema(path) for path in paths])
+    with pq.ParquetWriter(to, schema, **_OPTIONS) as writer:
+        waiting = schema.empty_table()
         for path in paths:
             with pq.ParquetFile(path) as file:
                 for number in range(file.num_row_groups):
                     table = file.read_row_group(number)
-                    waiting = table if waiting is None else pa.concat_tables([waiting, table])
+                    waiting = pa.concat_tables([waiting, table], promote_options="default")
                     while waiting.num_rows >= num_rows or waiting.nbytes >= _GROUP_BYTES:
                         writer.write_table(waiting.slice(0, num_rows), row_group_size=num_rows)
                         waiting = waiting.slice(num_rows)
-        if waiting is not None and waiting.num_rows:
+        if waiting.num_rows:
             writer.write_table(waiting, row_group_size=num_rows)
 
 
@@ -264,6 +277,13 @@ def reward_of(row: dict[str, Any]) -> Reward | None:
         # Parts written before answers were recorded lack the column.
         answer=row.get("reward_answer") or "",
     )
+
+
+def refusals_of(row: dict[str, Any]) -> Refusals:
+    """The refusals of a row of EPISODES."""
+    # Parts written before refusals were recorded lack the column.
+    text = row.get("refusals")
+    return NO_REFUSALS if text is None else msgspec.json.decode(text, type=Refusals)
 
 
 def _in_groups(numbers: Sequence[int], size: int) -> list[Sequence[int]]:

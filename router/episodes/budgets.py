@@ -1,6 +1,6 @@
 """What one episode may use: turns, tokens, turns at once.
 
-Owns: refusing what exceeds a budget, and noting that it happened. Does not own: time (the episode's
+Owns: refusing what exceeds a budget, and noting refused calls. Does not own: time (the episode's
 deadline), recording. Invariant: a spent budget is a final refusal, and the episode's outcome tells
 of it; turns and tokens are counted in the buffer, whichever process recorded them; turns at once
 are those of this process.
@@ -21,6 +21,8 @@ _SPENT = frozenset(
     {"turn_budget_spent", "token_budget_spent", "concurrency_exceeded", "episode_expired"}
 )
 _COUNTS_PER_TURN = 4
+_MAX_REFUSED = 1000
+"""Of an episode, counted by this process: each is a write to Redis."""
 _log = structlog.get_logger()
 
 
@@ -95,18 +97,27 @@ class Budgets:
         return room
 
     async def note(self, episode: LiveEpisode, refusal: Refusal) -> None:
-        """Keep that `refusal` told of a spent budget, where the episode's close finds it."""
-        if refusal.code not in _SPENT or episode.opening is None:
+        """Count a refused call in the episode's record, and keep there which budget is spent; what
+        a client is told to repeat is left out."""
+        if refusal.status >= 500 or episode.opening is None or episode.is_closed:
             return
+        if episode.num_refused >= _MAX_REFUSED:
+            return
+        episode.num_refused += 1
         try:
-            await self._buffer.budget_notes.put(episode.episode_id, refusal.code)
+            await self._buffer.refusal_notes.put(
+                episode.episode_id,
+                refusal.code,
+                str(refusal),
+                is_budget=refusal.code in _SPENT,
+            )
         except BufferUnavailable as error:
-            _log.warning("budget_not_noted", episode_id=episode.episode_id, error=str(error))
+            _log.warning("refusal_not_noted", episode_id=episode.episode_id, error=str(error))
 
     async def settle(self, episode_id: str, outcome: Outcome, error: str) -> tuple[Outcome, str]:
         """Outcome and error as they are recorded: an episode that met a limit did not end by
         itself."""
-        spent = await self._buffer.budget_notes.read(episode_id)
+        spent = await self._buffer.refusal_notes.read_budget(episode_id)
         if not spent:
             return outcome, error
         outcome = "truncated" if outcome == "completed" else outcome

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from outloop.buffer.records import OpenEpisode, Opening, Turn
-from outloop.buffer.store.budget_notes import EpisodeUsage
+from outloop.buffer.store.refusal_notes import EpisodeUsage
 from outloop.buffer.writer import BufferWriter
 from outloop.router.buffer_retry import BufferRetry
 from outloop.router.episodes.replay import RecordedTurns
@@ -69,6 +69,8 @@ class LiveEpisode:
         """Held while the tree is changed, or read by another thread."""
         self.num_too_long = 0
         """Requests that were rendered and then refused because they exceed the context."""
+        self.num_refused = 0
+        """Refused calls that this process counted in the episode's record."""
         self.upstreams: dict[str, UpstreamUsage] = {}
         """By the names of upstreams."""
         self.num_counted = 0

@@ -97,6 +97,7 @@ ANSWERS: Mapping[str, Schema] = MappingProxyType(
             reward=_maybe(_ANY_OBJECT),
             error=_TEXT,
             output=_TEXT,
+            refusals=_object(counts=_ANY_OBJECT, last=_TEXT),
             resumes=_maybe(_TEXT),
         ),
         "/episodes/{episode_id}/reward": _object(),

@@ -232,6 +232,7 @@ class RunnerRoutes:
                 "reward": msgspec.to_builtins(loaded.reward),
                 "error": loaded.error,
                 "output": loaded.output,
+                "refusals": msgspec.to_builtins(loaded.refusals),
                 "resumes": loaded.resumes,
             },
         )

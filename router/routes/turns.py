@@ -62,7 +62,11 @@ class TurnRoutes:
         episode = await self._authenticate(exchange)
         is_large = _may_be_large(exchange)
         async with episode.large_body if is_large else nullcontext():
-            asked = await self._read(dialect, exchange, episode)
+            try:
+                asked = await self._read(dialect, exchange, episode)
+            except Refusal as refusal:
+                await self._service.budgets.note(episode, refusal)
+                raise
             if asked is None:
                 return
             request, retry_key, attempt = asked

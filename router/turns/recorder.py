@@ -20,7 +20,7 @@ from outloop.buffer.errors import BufferUnavailable, Conflict
 from outloop.buffer.records import FinishReason, Sampling, Turn
 from outloop.buffer.routed_experts import RoutedExperts
 from outloop.buffer.sampling_support import SamplingSupport
-from outloop.buffer.store.budget_notes import EpisodeUsage
+from outloop.buffer.store.refusal_notes import EpisodeUsage
 from outloop.buffer.writer import BufferWriter
 from outloop.router.buffer_retry import BufferRetry
 from outloop.router.dialects.base import TurnResult

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from outloop.buffer.errors import Conflict, Gone, NotFound, RecordError
-from outloop.buffer.records import Reward, Turn
+from outloop.buffer.records import NO_REFUSALS, Refusals, Reward, Turn
 
 
 async def test_an_episode_is_read_back_as_it_was_written(
@@ -299,3 +299,28 @@ async def test_the_last_failed_episodes_stay(
     assert len(loop.reader.load_episode(failed[-1]).turns) == 1
     assert loop.reader.load_episode(failed[-1]).error == "KeyError: 'x'"
     assert loop.reader.load_episode(failed[0]).turns == ()
+
+
+async def test_refusals_are_counted_until_the_close(
+    start: Callable[..., Any], make_turn: Callable[..., Turn]
+) -> None:
+    """By code, with the last sentence; the first spent budget stays."""
+    loop = await start()
+    first, second, *_ = (await loop.claim()).claims
+    episode_id = await loop.open(first)
+    put, text = loop.writer.refusal_notes.put, "x" * 999
+    await put(episode_id, "a", "one", is_budget=False)
+    await put(episode_id, "turns", "two", is_budget=True)
+    await put(episode_id, "a", "\ud800", is_budget=False)
+    await put(episode_id, "tokens", text, is_budget=True)
+    assert await loop.writer.refusal_notes.read_budget(episode_id) == "turns"
+    await loop.writer.append_turn(make_turn(episode_id))
+    await loop.close(episode_id, 1.0)
+    await put(episode_id, "a", "late", is_budget=False)
+    await loop.play(second)
+    expected = Refusals(counts={"a": 2, "turns": 1, "tokens": 1}, last=text[:500])
+    assert (await loop.writer.load_episode(episode_id)).refusals == expected
+    (lease,) = loop.take(1)
+    found = {one.episode.episode_id: one.episode.refusals for one in lease.group.trajectories}
+    assert found.pop(episode_id) == expected
+    assert list(found.values()) == [NO_REFUSALS]

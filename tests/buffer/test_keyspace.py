@@ -136,7 +136,7 @@ async def everything(
     for index, claim in enumerate(claims):
         episode_id = await loop.open(claim)
         await writer.append_turn(make_turn(episode_id))
-        await writer.budget_notes.put(episode_id, "turns")
+        await writer.refusal_notes.put(episode_id, "turns", "spent", is_budget=True)
         kind = ("infrastructure", "environment", None, None)[index]
         if kind:
             await loop.close(episode_id, None, failure_kind=kind, outcome="failed")

@@ -12,7 +12,7 @@ from outloop.buffer.errors import BufferUnavailable, NotFound
 from outloop.buffer.redis.client import connect_async
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import load_run
-from outloop.buffer.store.budget_notes import EpisodeUsage
+from outloop.buffer.store.refusal_notes import EpisodeUsage
 from outloop.buffer.writer import BufferWriter
 
 

@@ -12,7 +12,7 @@ from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Claim, OpenEpisode, ServerEntry, Task, Turn
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run
-from outloop.buffer.store.budget_notes import EpisodeUsage
+from outloop.buffer.store.refusal_notes import EpisodeUsage
 from outloop.buffer.writer import BufferWriter
 
 

@@ -49,7 +49,7 @@ _REFUSALS: dict[str, type[OutloopError]] = {
 _PARTS: dict[str, tuple[str, ...]] = {
     "init_run": (),
     "append_turn": ("core",),
-    "note_budget": ("core",),
+    "note_refusal": ("core",),
     "put_fields": ("core",),
 }
 """Scripts that do not have both core.lua and lifecycle.lua in front, and which they have."""

@@ -54,8 +54,9 @@ local function answer(packed, leases, deadline)
   local found = {'ok', 1, packed, deadline}
   for _, lease in ipairs(leases) do
     for _, episode_id in ipairs(lease[5]) do
-      local f = redis.call('HMGET', episode_key(episode_id), 'opening', 'closure', 'reward', 'closed')
-      for i = 1, 4 do found[#found + 1] = f[i] end
+      local f = redis.call('HMGET', episode_key(episode_id), 'opening', 'closure', 'reward', 'closed',
+        'refusals')
+      for i = 1, 5 do found[#found + 1] = f[i] end
     end
   end
   return found

@@ -21,7 +21,7 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.keys import key
 from outloop.buffer.run import Run, create_run, load_run
 from outloop.buffer.settings import Settings
-from outloop.buffer.store.budget_notes import EpisodeUsage
+from outloop.buffer.store.refusal_notes import EpisodeUsage
 from outloop.buffer.telemetry import MetricsWriter, read_metrics
 from outloop.buffer.writer import BufferWriter
 from outloop.engine.publish.tensor_source import TensorSource

@@ -1,7 +1,7 @@
-"""What episodes have used, and which budget ended them.
+"""What episodes have used, and which of their model calls were refused.
 
-The router that refuses a turn leaves a note, so that any process can close the episode with the
-right outcome. The first note of an episode stays.
+The router that refuses a call leaves a note in the episode's hash, so that any process can close
+the episode with the right outcome and say what it was refused. The first spent budget stays.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import redis.asyncio
 from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.scripts import AsyncScripts
 
+MAX_SENTENCE_CHARS = 500
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeUsage:
@@ -24,7 +26,7 @@ class EpisodeUsage:
     """Ids of its turns: prompts after their parents', and outputs."""
 
 
-class BudgetNotes:
+class RefusalNotes:
     """Notes of one run's episodes."""
 
     def __init__(self, client: redis.asyncio.Redis, scripts: AsyncScripts, prefix: str) -> None:
@@ -32,16 +34,21 @@ class BudgetNotes:
         self._scripts = scripts
         self._prefix = prefix
 
-    async def put(self, episode_id: str, budget: str) -> None:
-        """Note that an episode has spent `budget`.
+    async def put(self, episode_id: str, code: str, sentence: str, *, is_budget: bool) -> None:
+        """Count a refused call of an open episode.
+
+        Args:
+            sentence: kept up to MAX_SENTENCE_CHARS, in place of that of the refusal before.
+            is_budget: the episode has spent the budget `code`.
 
         Raises:
             NotFound: no such episode.
         """
-        what = f"noting a budget of episode_id={episode_id}"
-        await self._scripts.call("note_budget", episode_id, budget, what=what)
+        what = f"noting a refusal of episode_id={episode_id}"
+        last = sentence[:MAX_SENTENCE_CHARS].encode("utf-8", "replace")
+        await self._scripts.call("note_refusal", episode_id, code, last, int(is_budget), what=what)
 
-    async def read(self, episode_id: str) -> str:
+    async def read_budget(self, episode_id: str) -> str:
         """The budget in the note; empty without one."""
         with translated(f"reading the budget of episode_id={episode_id}"):
             found: Any = await self._client.hget(f"{self._prefix}episode:{episode_id}", "budget")
