@@ -7,14 +7,17 @@ fills in a field.
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from outloop.buffer.errors import RecordError
+from outloop.buffer.foreign_text import storable
 from outloop.buffer.routed_experts import RoutedExperts
 from outloop.buffer.sampling_support import SamplingSupport
 
@@ -310,7 +313,9 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     def __post_init__(self) -> None:
         if type(self.value) is not float or not math.isfinite(self.value):
-            _check_number("value", self.value)
+            msgspec.structs.force_setattr(self, "value", _number("value", self.value))
+        if not self.answer.isascii():
+            msgspec.structs.force_setattr(self, "answer", storable(self.answer))
         if len(self.answer) > MAX_ANSWER_CHARS:
             raise RecordError(
                 f"answer has {len(self.answer)} characters; at most {MAX_ANSWER_CHARS} are "
@@ -319,8 +324,12 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if not (self.components or self.has_parts):
             return
         for name in ("components", "turns", "branches"):
-            for part, number in getattr(self, name).items():
-                _check_number(f"{name}.{part}", number)
+            numbers = {
+                storable(part): _number(f"{name}.{part}", number)
+                for part, number in getattr(self, name).items()
+            }
+            msgspec.structs.force_setattr(self, name, numbers)
+        msgspec.structs.force_setattr(self, "tokens", tuple(map(_plain_span, self.tokens)))
         _check_spans(self.tokens)
 
     @property
@@ -329,10 +338,14 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return bool(self.turns or self.branches or self.tokens)
 
 
+def _plain_span(span: TokenReward) -> TokenReward:
+    value = _number(f"tokens.{span.turn_id}", span.value)
+    return span if value is span.value else msgspec.structs.replace(span, value=value)
+
+
 def _check_spans(spans: tuple[TokenReward, ...]) -> None:
     ends: dict[str, tuple[int, int]] = {}
     for span in sorted(spans, key=lambda span: (span.turn_id, span.start)):
-        _check_number(f"tokens.{span.turn_id}", span.value)
         if not 0 <= span.start < span.end:
             raise RecordError(
                 f"reward tokens: start={span.start}, end={span.end} of turn {span.turn_id}; "
@@ -347,17 +360,29 @@ def _check_spans(spans: tuple[TokenReward, ...]) -> None:
         ends[span.turn_id] = (span.start, span.end)
 
 
-def _check_number(name: str, number: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, int | float):
+def _number(name: str, number: Any) -> float:
+    """The number as a float; scalars of array libraries, Decimal and Fraction are numbers too.
+
+    Raises:
+        RecordError: it is none, or not finite.
+    """
+    # A numpy.float64 is a float, which msgspec does not encode.
+    given = number.item() if getattr(number, "shape", None) == () else number
+    if isinstance(given, bool) or not isinstance(given, numbers.Real | Decimal):
         raise RecordError(
             f"reward {name}={number!r} is a {type(number).__name__}; "
             "a finite number is allowed. Return a float from the verifier."
         )
-    if not math.isfinite(number):
+    try:
+        plain = float(given)
+    except (ValueError, OverflowError):  # a signalling NaN; an int or a fraction above 1e308
+        number = plain = math.nan if isinstance(given, Decimal) else math.inf
+    if not math.isfinite(plain):
         raise RecordError(
             f"reward {name}={number!r}; a finite number is allowed. "
             "Check the verifier for a division by zero or an empty mean."
         )
+    return given if type(given) is float else plain
 
 
 class Refusals(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.foreign_text import storable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,11 +64,6 @@ def text_of(error: BaseException) -> str:
     except Exception as raised:  # noqa: BLE001 - the user's class may raise anything
         text = f"(its __str__ raised {type(raised).__name__})"
     return storable(text)
-
-
-def storable(text: str) -> str:
-    """The text, with halves of surrogate pairs as escapes, because UTF-8 cannot hold them."""
-    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class UserThreads(ThreadPoolExecutor):

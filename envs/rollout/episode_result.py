@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from outloop.buffer.errors import RecordError
+from outloop.buffer.foreign_text import storable
 from outloop.buffer.records import FailureKind, Outcome, Reward
-from outloop.envs.user_code import cause_of, storable, text_of
+from outloop.envs.user_code import cause_of, text_of
 
 _MAX_ERROR_CHARS = 500
 _MAX_TRACE_CHARS = 8000
@@ -129,7 +130,7 @@ def as_reward(value: Any, weights: Mapping[str, float]) -> Reward:
     if isinstance(value, Reward):
         return value
     if isinstance(value, Mapping):
-        components = {str(name): _number(number) for name, number in value.items()}
+        components = {str(name): number for name, number in value.items()}
         if not components:
             raise RecordError(
                 "the verifier returned no component; return a number or a mapping of names to "
@@ -138,10 +139,4 @@ def as_reward(value: Any, weights: Mapping[str, float]) -> Reward:
         checked = Reward(value=0.0, components=components).components
         total = sum(weights.get(name, 1.0) * number for name, number in checked.items())
         return Reward(value=total, components=checked)
-    return Reward(value=_number(value))
-
-
-def _number(value: Any) -> Any:
-    if not isinstance(value, int | float) and getattr(value, "shape", None) == ():
-        return value.item()
-    return value
+    return Reward(value=value)

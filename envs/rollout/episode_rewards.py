@@ -5,6 +5,7 @@ A score that this run cannot use is refused at the call, with a sentence that sa
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,9 @@ class Scores:
             )
         # Checks every number before any is kept.
         checked = Reward(
-            value=0.0 if value is None else value, components=dict(components), answer=answer or ""
+            value=0.0 if value is None else value,
+            components=dict(components),
+            answer="" if answer is None else str(answer),
         )
         self._answer = checked.answer or self._answer
         if value is not None:
@@ -92,15 +95,18 @@ class Scores:
     def _add_span(
         self, value: float, answer_id: str, tokens: tuple[int, int], *, is_turn: bool
     ) -> None:
-        if not is_turn or len(tokens) != 2 or not all(type(place) is int for place in tokens):
+        try:
+            start, end = map(operator.index, tokens)
+        except (TypeError, ValueError):
+            start, end, is_turn = 0, 0, False
+        if not is_turn:
             raise RecordError(
                 f"episode.score(tokens={tokens!r}): two whole numbers (start, end) beside a turn "
                 "are allowed, counted in the tokens of its answer"
             )
-        span = TokenReward(answer_id, *tokens, value)
-        spans = self._tokens | {(answer_id, *tokens): span}
-        Reward(value=0.0, tokens=tuple(spans.values()))
-        self._tokens = spans
+        spans = self._tokens | {(answer_id, start, end): TokenReward(answer_id, start, end, value)}
+        checked = Reward(value=0.0, tokens=tuple(spans.values()))
+        self._tokens = dict(zip(spans, checked.tokens, strict=True))
 
     def of_failed(self, value: float) -> Reward:
         """The reward of an episode whose agent failed: `value`, and what its parts earned."""

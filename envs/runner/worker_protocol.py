@@ -96,7 +96,11 @@ def frame(message: ToWorker | FromWorker) -> bytes:
     try:
         data = _encoder.encode(message)
     except (OverflowError, TypeError, ValueError) as error:
-        raise OutloopError(f"a task cannot be handed to a worker process: {error}") from error
+        name = type(message).__name__
+        raise OutloopError(
+            f"a message of the type {name} between a runner and its worker process cannot be "
+            f"encoded: {error}"
+        ) from error
     return _HEADER.pack(len(data)) + data
 
 

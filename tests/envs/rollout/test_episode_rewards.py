@@ -1,11 +1,15 @@
 """`episode.score(...)`, and what becomes of what `play` returns."""
 
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 from outloop.buffer.errors import RecordError, SettingsError
@@ -35,6 +39,82 @@ def test_components_alone_add_up_with_their_weights() -> None:
     given.add(None, None, None, None, {"form": 1.0, "right": 2.0})
     assert given.reward(None, "play").value == pytest.approx(2.1)
     assert as_reward({"form": 1, "right": np.float32(2)}, {"form": 0.1}).value == pytest.approx(2.1)
+
+
+NUMBERS = [
+    1,
+    np.float64(1.0),
+    np.float32(1.0),
+    np.float16(1.0),
+    np.int64(1),
+    np.uint8(1),
+    np.array(1.0),
+    np.mean([1.0, 1.0]),
+    torch.tensor(1.0),
+    torch.tensor(1, dtype=torch.int8),
+    torch.tensor(1.0, dtype=torch.bfloat16, requires_grad=True),
+    Decimal("1.0"),
+    Fraction(2, 2),
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda one: f"{type(one).__name__}-{one!r:.40}")
+def test_a_number_of_any_library_is_a_reward(number: Any) -> None:
+    """It becomes a plain float wherever a score is given, so that it can be encoded."""
+    given = scores()
+    given.add(number, None, None, None, {"form": number})
+    given.add(number, "a", None, None, {})
+    given.add(number, None, "b", None, {})
+    given.add(number, "a", None, (np.int64(0), torch.tensor(2)), {})
+    expected = Reward(
+        value=1.0,
+        components={"form": 1.0},
+        turns={"a": 1.0},
+        branches={"b": 1.0},
+        tokens=(TokenReward("a", 0, 2, 1.0),),
+    )
+    for reward in (given.reward(None, "play"), given.reward(number, "play")):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(reward), type=Reward) == expected
+    for reward in (as_reward(number, {}), as_reward(Reward(value=number), {})):
+        assert msgspec.msgpack.encode(reward) == msgspec.msgpack.encode(Reward(value=1.0))
+    mapped = as_reward({"right": number, np.str_("form"): number}, {})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(mapped), type=Reward).value == 2.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.bool_(True),
+        torch.tensor(True),
+        np.array([1.0]),
+        np.float64("nan"),
+        np.float32("inf"),
+        Decimal("sNaN"),
+        Decimal("1e400"),
+        10**5000,
+        Fraction(10**400),
+        1j,
+        np.complex128(1),
+        "1.0",
+        {"form": None},
+        {"form": np.nan},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_finite_number_is_refused(value: Any) -> None:
+    """The sentence says what is allowed."""
+    with pytest.raises(RecordError, match="a finite number is allowed"):
+        as_reward(value, {})
+
+
+def test_text_that_utf_8_cannot_hold_is_kept_as_escapes() -> None:
+    """In names of components and in what was answered, which is text by then."""
+    given = scores()
+    given.add(1.0, None, None, None, {"a\ud800": 1.0}, "b\udfff")
+    reward = given.reward(None, "play")
+    assert (reward.components, reward.answer) == ({"a\\ud800": 1.0}, "b\\udfff")
+    given.add(None, None, None, None, {}, 42)
+    assert given.reward(None, "play").answer == "42"
 
 
 def test_turns_and_branches_are_scored_by_answer_or_id() -> None:

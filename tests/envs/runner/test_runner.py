@@ -99,6 +99,7 @@ async def test_eval_claims_are_marked(router: Any, play_with: PlayWith, folder: 
         ("return None", "play returned None"),
         ("return 'good'", "is a str"),
         ("return True", "is a bool"),
+        ("import numpy; return numpy.bool_(True)", "is a bool"),
     ],
 )
 async def test_a_verifier_that_gives_no_reward_stops_the_runner(
