@@ -120,7 +120,7 @@ The line that `outloop train` prints for each step has seven of them:
 | failed | `train/failed_share` | it is there at all: `outloop episodes --run DIR --failed` |
 | staleness | `train/staleness_mean` | it sits at `buffer.max_staleness` |
 | tokens/s | `train/tokens_per_s` | 0: nothing was trained in this step |
-| logprob gap | `train/logprob_gap_mean` | above 1e-3 in float32 or 0.1 in bfloat16: server and trainer disagree |
+| logprob gap | `train/logprob_gap_mean` | above 1e-5 in float32 or 0.1 in bfloat16: server and trainer disagree, and the alarm `gap_high` is on ([operating.md](operating.md)) |
 | loss | `train/loss` | |
 | step s | `train/step_s` | most of it is `train/wait_s`: episodes are slower than training |
 

@@ -43,6 +43,7 @@ class Alarms:
 
     def look(self, seen: Seen) -> None:
         """Record which alarms began and which are over."""
+        seen.on = frozenset(self.sentences)
         for name, rule in RULES.items():
             sentence = rule(seen)
             if sentence is not None and name not in self.sentences:

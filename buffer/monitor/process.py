@@ -64,7 +64,11 @@ class Monitor:
         # No place is kept: every monitor reads the run from its beginning.
         self._following = Following(run.dir, run.dir / "monitor.json")
         self._seen = Seen(
-            settings=settings.alarms, max_replaced_share=settings.env.max_replaced_share
+            settings=settings.alarms,
+            max_replaced_share=settings.env.max_replaced_share,
+            dtype="bfloat16"
+            if "bfloat16" in (settings.server.dtype, settings.trainer.dtype)
+            else "float32",
         )
         self._values: dict[str, float] = {}
         self._old: deque[tuple[float, Mapping[str, float]]] = deque()

@@ -49,13 +49,14 @@ class AlarmSettings(Section):
     """Steps whose mean is compared with what was before."""
     reward_drop: float = Field(0.5, gt=0)
     """Share of what the reward had gained that may be lost, beyond four standard errors."""
-    gap_factor: float = Field(5.0, gt=1)
+    gap_factor: float = Field(10.0, gt=1)
     """By how much the logprob gap may grow over that of the first steps."""
-    min_gap: float = Field(0.02, gt=0)
-    """Nats; a smaller gap is no rise."""
-    max_gap: float = Field(0.2, gt=0)
-    """Nats; a larger mean gap of one step, also the first, is an alarm. Servers with quantized
-    weights may need more."""
+    min_gap: float | None = Field(None, gt=0)
+    """Nats; a smaller gap is no rise. None: 1e-6 where servers and trainer compute in float32, 0.02
+    in bfloat16."""
+    max_gap: float | None = Field(None, gt=0)
+    """Nats; a larger mean gap of one step, also the first, is an alarm. None: 1e-5 in float32, 0.1
+    in bfloat16, as `min_gap`. Servers with quantized weights may need more."""
     max_stale_share: float = Field(0.9, gt=0, le=1)
     """Of the groups that are over, those dropped as too old."""
     min_throughput: float = Field(0.5, gt=0, lt=1)

@@ -172,7 +172,7 @@ class TrainerSettings(Section):
     """Of a reward model's pairs or groups, chosen by hash; never trained, but measured."""
     max_microbatch_tokens: int = Field(16384, gt=0)
     """Packed into one forward and backward; at least model.max_context_tokens."""
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(1e-6, ge=0)
     """For a pretrained model of some billion parameters; one of a million takes 1e-3."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises from zero."""

@@ -164,3 +164,23 @@ def test_a_drift_in_length_is_seen(setup: MakeRun) -> None:
     made.buffer.episode = functools.partial(two_turns, pays_for_length=True)
     first, last = lengths_of(made.train())
     assert last - first > 1.5
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_at_learning_rate_zero_nothing_moves(setup: Callable[..., Setup], optimizer: str) -> None:
+    """The control of a run: every publish brings the weights that it began with, bit for bit, and
+    gap and share stay where they are. Decay of the rate and of weights change nothing."""
+    decay = {"lr_decay": "linear", "warmup_steps": 2, "weight_decay": 0.1}
+    made = setup(
+        trainer={"learning_rate": 0, "num_steps": 3, "groups_per_step": 8, "optimizer": optimizer}
+        | decay
+    )
+    before = [one.detach().clone() for one in made.policy.model.parameters()]
+    shares: list[float] = []
+    made.server.on_publish = lambda version: shares.append(made.server.share_of_the_paying_arm())
+    rows = made.train()
+    after = list(made.policy.model.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert len(set(shares)) == 1
+    assert all(row["train/grad_norm"] > 0 for row in rows)
+    assert all(row["train/logprob_gap_max"] < 1e-5 for row in rows)
