@@ -86,8 +86,8 @@ class BufferSettings(Section):
     drop_zero_signal: bool = True
     """Drop groups whose rewards are all equal (drop_reason no_signal)."""
     filter_path: str | None = None
-    """package.module:function, `def keep(group) -> str`: empty to train the group, else why not
-    (drop_reason filtered)."""
+    """package.module:function, `def keep(group: ScoredGroup) -> str`: empty to train it, else why
+    not (drop_reason filtered)."""
     max_refills: int = Field(0, ge=0)
     """How often a step takes other groups for those dropped as no_signal or filtered before it
     trains a smaller batch; 0: never."""

@@ -6,15 +6,14 @@ nothing of the run waits for it, and what it has not taken stays in the folder.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.user_code import import_object, nearest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,8 +131,8 @@ def check_tracker(name: str) -> None:
         return
     if ":" not in name:
         raise SettingsError(
-            f"telemetry.trackers={name!r} is unknown; {', '.join(TRACKERS)} and your own as "
-            "module:function are allowed"
+            f"telemetry.trackers={name!r} is unknown; {nearest(name, TRACKERS)}"
+            f"{', '.join(TRACKERS)} and your own as module:function are allowed"
         )
 
 
@@ -145,16 +144,8 @@ def factory_of(name: str, import_dir: Path | None = None) -> TrackerFactory:
         SettingsError: it cannot be had.
     """
     check_tracker(name)
-    module, _, attribute = (TRACKERS[name][0] if name in TRACKERS else name).partition(":")
-    if import_dir is not None and name not in TRACKERS:
-        sys.path.insert(0, str(import_dir))
-    try:
-        found: TrackerFactory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise SettingsError(
-            f"telemetry.trackers={name!r} cannot be imported ({error}); give module:function, "
-            "where the function takes a RunFacts and returns a Tracker"
-        ) from error
+    path = TRACKERS[name][0] if name in TRACKERS else name
+    found: TrackerFactory = import_object(path, setting="telemetry.trackers", import_dir=import_dir)
     return found
 
 

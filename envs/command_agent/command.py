@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
-from outloop.envs.user_code import import_folders
+from outloop.buffer.user_code import import_folders
 
 _REAPER = Path(__file__).with_name("process_reaper.py")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")

@@ -20,7 +20,7 @@ import structlog
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.env import EnvSettings, TaskSourceSettings
-from outloop.envs.user_code import import_folders
+from outloop.buffer.user_code import import_folders
 
 _log = structlog.get_logger()
 _PROBE_S = 20.0

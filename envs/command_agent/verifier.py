@@ -26,16 +26,10 @@ from outloop.buffer.errors import EnvironmentFailure, RecordError, SettingsError
 from outloop.buffer.owned_folder import OwnedFolder
 from outloop.buffer.records import Reward, Task
 from outloop.buffer.settings.env import EnvSettings
+from outloop.buffer.user_code import import_object, text_of
 from outloop.envs.command_agent import command
 from outloop.envs.rollout.episode_result import as_reward
-from outloop.envs.user_code import (
-    awaited,
-    cause_of,
-    contained,
-    import_object,
-    tear_down,
-    text_of,
-)
+from outloop.envs.user_code import awaited, cause_of, contained, tear_down
 from outloop.envs.verifiers.clock import VerifierClock
 from outloop.envs.verifiers.result import Result
 

@@ -17,7 +17,8 @@ from typing import Any
 from outloop.buffer.errors import RecordError
 from outloop.buffer.foreign_text import storable
 from outloop.buffer.records import FailureKind, Outcome, Reward
-from outloop.envs.user_code import cause_of, text_of
+from outloop.buffer.user_code import text_of
+from outloop.envs.user_code import cause_of
 
 _MAX_ERROR_CHARS = 500
 _MAX_TRACE_CHARS = 8000

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.env import EnvSettings
-from outloop.envs.user_code import awaited, cause_of, import_object, tear_down, text_of
+from outloop.buffer.user_code import import_object, text_of
+from outloop.envs.user_code import awaited, cause_of, tear_down
 
 Kind = Literal["async", "blocking", "batch"]
 _SETTING = "env.rollout_function_path"

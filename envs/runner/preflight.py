@@ -14,6 +14,7 @@ import sys
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.settings import Settings, build_settings
 from outloop.buffer.settings.env import EnvSettings
+from outloop.buffer.trackers.tracker import factory_of
 from outloop.envs.command_agent.agent import CommandAgent, load_player
 from outloop.envs.command_agent.confinement import hidden_paths
 from outloop.envs.tasks.sft_conversations import load_conversations
@@ -26,6 +27,8 @@ def check_rollout(settings: Settings) -> None:
     Raises:
         SettingsError: one line that says what to change.
     """
+    for tracker in settings.telemetry.trackers:
+        factory_of(tracker, settings.env.import_dir)
     if settings.trainer.mode == "sft":
         for _ in load_conversations(settings):
             pass

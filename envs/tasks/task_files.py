@@ -18,8 +18,8 @@ from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Task
 from outloop.buffer.settings import Settings
 from outloop.buffer.tasks.mixture import TaskSource
+from outloop.buffer.user_code import import_folders, import_object
 from outloop.envs.tasks.splits import content_hash, refuse_no_choice, split_sources
-from outloop.envs.user_code import import_folders, import_object
 
 _log = structlog.get_logger()
 _ID_CHARS = 32

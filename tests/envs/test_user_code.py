@@ -13,10 +13,10 @@ import pytest
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Task
 from outloop.buffer.settings import Settings
+from outloop.buffer.user_code import import_object
 from outloop.envs.command_agent.verifier import load_verifier, verify
 from outloop.envs.rollout.rollout_function import load_rollout
 from outloop.envs.runner.preflight import check_rollout
-from outloop.envs.user_code import import_object
 from outloop.envs.verifiers.result import Result
 
 GOOD = """

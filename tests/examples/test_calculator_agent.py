@@ -13,10 +13,10 @@ from openai import AsyncOpenAI
 from verifier import score
 
 from outloop.buffer.records import Task
+from outloop.buffer.user_code import import_object
 from outloop.envs.rollout.clients import Clients
 from outloop.envs.rollout.episode import Episode
 from outloop.envs.rollout.episode_rewards import Scores
-from outloop.envs.user_code import import_object
 
 CALCULATOR = Path(__file__).resolve().parents[2] / "examples/calculator"
 

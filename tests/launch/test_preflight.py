@@ -14,7 +14,7 @@ from rich.console import Console
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.run import create_run
-from outloop.buffer.settings import Settings, build_settings
+from outloop.buffer.settings import Settings, build_settings, with_overrides
 from outloop.cli import cli
 from outloop.engine.launch.settings_checks import check_before_start
 from outloop.engine.launch.training import is_finished, train
@@ -199,3 +199,52 @@ def test_a_folder_with_other_files_is_no_run_s_folder(
     again = make_settings(run={"dir": str(tmp_path), "name": "fresh"})
     check_before_start(again)
     check_before_start(again)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("env", "rollout_function_path", "{}"),
+        ("env", "verifier", "{}"),
+        ("env", "tasks", "{}"),
+        ("env", "eval_tasks", "{}"),
+        ("env", "conversations", "{}"),
+        ("eval", "suites", '{{more = {{tasks = "{}"}}}}'),
+        ("telemetry", "trackers", '["{}"]'),
+    ],
+)
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("nowher:f", "there is no module 'nowher'.*did you mean 'nowhere'"),
+        ("nowhere:f", "'nowhere' has no 'f'"),
+        ("broken:f", r"importing it raised ZeroDivisionError at .*broken\.py:2"),
+    ],
+)
+def test_every_path_to_code_of_the_user_is_imported_before_the_start(
+    make_settings: MakeSettings,
+    tmp_path: Path,
+    section: str,
+    name: str,
+    value: str,
+    path: str,
+    sentence: str,
+) -> None:
+    """Each setting is refused by its name, with the file and line of what was raised."""
+    (tmp_path / "nowhere.py").touch()
+    (tmp_path / "broken.py").write_text("x = 1\nx / 0\n")
+    env: dict[str, Any] = {"import_dir": str(tmp_path)}
+    if name == "verifier":
+        env |= {"rollout_function_path": None, "agent_command": "python -V"}
+    if name == "eval_tasks" or section == "eval":
+        env |= {"eval_tasks": "tasks.jsonl"}
+    settings = make_settings(
+        env=env,
+        eval={"every": 1} if name == "eval_tasks" else {},
+        trainer={"mode": "sft"} if name == "conversations" else {},
+    )
+    changed = with_overrides(settings, (f"{section}.{name}={value.format(path)}",))
+    with pytest.raises(SettingsError, match=sentence) as refused:
+        check_before_start(changed)
+    assert f"{section}.{name}" in str(refused.value)
+    assert path in str(refused.value)

@@ -6,11 +6,10 @@ change to make.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
+import traceback
+from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor
 
 from outloop.buffer.errors import SettingsError
-from outloop.buffer.records import Group
 from outloop.buffer.settings import Settings
+from outloop.buffer.user_code import import_object, text_of
 from outloop.engine.train.algorithms.advantages import Float64, pass_at_k
 from outloop.engine.train.algorithms.credit import (
     BySource,
@@ -78,8 +77,7 @@ def advantage_of(settings: Settings) -> str | GroupAdvantage:
             return lambda group: reward_to_go(group, discount=discount)
         return settings.trainer.advantage
     named = f"trainer.advantage_path={path!r}"
-    function = import_function(path, named, settings.env.import_dir)
-    _check_signature(function, named, _ADVANTAGE, (None,), {})
+    function = _imported(path, "trainer.advantage_path", _ADVANTAGE, settings)
 
     def checked(group: ScoredGroup) -> list[EpisodeAdvantage]:
         values = _tried(function, group, named, f"group_id={group.group_id!r}")
@@ -144,8 +142,7 @@ def loss_of(settings: Settings) -> LossFunction | None:
     if path is None:
         return None
     named = f"trainer.loss_path={path!r}"
-    function = import_function(path, named, settings.env.import_dir)
-    _check_signature(function, named, _LOSS, (None,), {})
+    function = _imported(path, "trainer.loss_path", _LOSS, settings)
 
     def checked(inputs: LossInputs) -> TokenLoss:
         losses = _tried(function, inputs, named, f"{len(inputs.policy_logprobs)} tokens")
@@ -163,7 +160,7 @@ def loss_of(settings: Settings) -> LossFunction | None:
     return sequence_level(checked) if is_sequence_level(function) else checked
 
 
-def filter_of(settings: Settings) -> Callable[[Group], str] | None:
+def filter_of(settings: Settings) -> Callable[[ScoredGroup], str] | None:
     """The user's filter with its results checked; None: every group is kept.
 
     Raises:
@@ -173,10 +170,9 @@ def filter_of(settings: Settings) -> Callable[[Group], str] | None:
     if path is None:
         return None
     named = f"buffer.filter_path={path!r}"
-    function = import_function(path, named, settings.env.import_dir)
-    _check_signature(function, named, _KEEP, (None,), {})
+    function = _imported(path, "buffer.filter_path", _KEEP, settings)
 
-    def checked(group: Group) -> str:
+    def checked(group: ScoredGroup) -> str:
         reason = _tried(function, group, named, f"group_id={group.group_id!r}")
         if not isinstance(reason, str):
             raise SettingsError(
@@ -189,12 +185,14 @@ def filter_of(settings: Settings) -> Callable[[Group], str] | None:
 
 
 def check_custom(settings: Settings) -> None:
-    """Import the run's own filter, advantage and loss, and try the last two on a few numbers.
+    """Import the run's own filter, advantage and loss, and try each on a few numbers.
 
     Raises:
         SettingsError: with the sentence that says what to change.
     """
-    filter_of(settings)
+    keep = filter_of(settings)
+    if keep is not None:
+        keep(_probe_group())
     advantage = advantage_of(settings)
     if not isinstance(advantage, str):
         advantage(_probe_group())
@@ -211,7 +209,11 @@ def check_custom(settings: Settings) -> None:
 
 
 def _probe_group() -> ScoredGroup:
-    """Three episodes: of two turns, of one turn in which a span is scored, and of none."""
+    """Three episodes: of two turns, of one turn in which a span is scored, and of none.
+
+    Each has any component that a function asks for: the names are the verifier's.
+    """
+    components = defaultdict[str, float](float)
     first, second, third = (
         ScoredTurn(
             turn_id=name,
@@ -233,9 +235,27 @@ def _probe_group() -> ScoredGroup:
         group_id="probe",
         task_id="probe",
         episodes=(
-            ScoredEpisode(episode_id="0", reward=0.0, turns=(first, second), branches=((0, 1),)),
-            ScoredEpisode(episode_id="1", reward=1.0, turns=(third,), branches=((0,),)),
-            ScoredEpisode(episode_id="2", reward=1.0, is_truncated=True, outcome="truncated"),
+            ScoredEpisode(
+                episode_id="0",
+                reward=0.0,
+                components=components,
+                turns=(first, second),
+                branches=((0, 1),),
+            ),
+            ScoredEpisode(
+                episode_id="1",
+                reward=1.0,
+                components=components,
+                turns=(third,),
+                branches=((0,),),
+            ),
+            ScoredEpisode(
+                episode_id="2",
+                reward=1.0,
+                components=components,
+                is_truncated=True,
+                outcome="truncated",
+            ),
         ),
     )
 
@@ -271,47 +291,31 @@ def _tried(function: Callable[[Any], Any], argument: Any, named: str, given: str
         return function(argument)
     except Exception as error:  # the user's function may raise anything
         raise SettingsError(
-            f"{named} raised {type(error).__name__}: {error} on {given}; it is called with every "
-            "batch, so it may not raise"
+            f"{named} raised {type(error).__name__}: {text_of(error)}{_where(error)} on {given}; it "
+            "is called with every batch, so it may not raise"
         ) from error
 
 
-def import_function(path: str, named: str, import_dir: Path | None) -> Callable[..., Any]:
-    """package.module:function, looked for in the working directory and `import_dir` first.
+def _where(error: Exception) -> str:
+    """The file and line in which an exception was raised, with a space in front."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f" in {place.filename}:{place.lineno}"
+
+
+def _imported(path: str, setting: str, expected: str, settings: Settings) -> Callable[[Any], Any]:
+    """The user's function, which takes one argument.
 
     Raises:
-        SettingsError: it is not there; the sentence begins with `named`.
+        SettingsError: it is not there, or takes others; `expected` is how it is called.
     """
-    module_name, _, name = path.partition(":")
-    if not module_name or not name.isidentifier():
-        raise SettingsError(f"{named} is not package.module:function; for example 'mine:loss'")
-    for folder in (import_dir, Path.cwd()):
-        if folder is not None and str(folder.resolve()) not in sys.path:
-            sys.path.insert(0, str(folder.resolve()))
+    function = import_object(path, setting=setting, import_dir=settings.env.import_dir)
+    if inspect.iscoroutinefunction(function):
+        raise SettingsError(f"{setting}={path!r} is async; `{expected}` is allowed")
     try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything
-        raise SettingsError(
-            f"{named} cannot be imported: {type(error).__name__}: {error}; it is looked for in the "
-            f"working directory, in env.import_dir={str(import_dir)!r} and among the installed "
-            "packages"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise SettingsError(f"{named}: module {module_name!r} has no function {name!r}")
-    found: Callable[..., Any] = function
-    return found
-
-
-def _check_signature(
-    function: Callable[..., Any],
-    named: str,
-    expected: str,
-    arguments: tuple[None, ...],
-    options: dict[str, float],
-) -> None:
-    try:
-        signature = inspect.signature(function)
-        signature.bind(*arguments, **options)
+        inspect.signature(function).bind(None)
     except (TypeError, ValueError) as error:
-        raise SettingsError(f"{named} cannot be called as `{expected}`: {error}") from error
+        raise SettingsError(
+            f"{setting}={path!r} cannot be called as `{expected}`: {error}"
+        ) from error
+    found: Callable[[Any], Any] = function
+    return found

@@ -222,6 +222,7 @@ def build_batch(
     routing = replayed_shape(settings)
     episodes, dropped = _sift(
         ordered,
+        earned,
         signal,
         settings,
         routing=routing,
@@ -294,6 +295,7 @@ def group_rewards(group: Group) -> list[float]:
 
 def _sift(
     ordered: Sequence[Group],
+    earned: Sequence[ScoredGroup],
     signal: Sequence[bool],
     settings: Settings,
     *,
@@ -322,7 +324,7 @@ def _sift(
             reason = "malformed"
         if reason is None and keep is not None:
             if group.group_id not in filtered:
-                filtered[group.group_id] = sentence = keep(group)
+                filtered[group.group_id] = sentence = keep(earned[index])
                 if sentence:
                     _log.info("group_filtered", group_id=group.group_id, sentence=sentence)
             reason = "filtered" if filtered[group.group_id] else None

@@ -46,7 +46,7 @@ def reward_server(
     from outloop.buffer.errors import RecordError, SettingsError
     from outloop.buffer.settings import load_settings
     from outloop.buffer.telemetry import configure_logging
-    from outloop.engine.train.algorithms.user_functions import import_function
+    from outloop.buffer.user_code import import_object
     from outloop.engine.train.reward_server import question_and_answer, serve_reward_model
     from outloop.router.episodes.sft import ConversationRenderer
     from outloop.router.errors import Refusal
@@ -61,8 +61,9 @@ def reward_server(
     configure_logging("reward-server", settings.telemetry.log_level)
     conversation = question_and_answer
     if conversation_path is not None:
-        named = f"--conversation {conversation_path!r}"
-        conversation = import_function(conversation_path, named, settings.env.import_dir)
+        conversation = import_object(
+            conversation_path, setting="--conversation", import_dir=settings.env.import_dir
+        )
     conversations = ConversationRenderer(
         PolicyRenderer(settings.model), max_context_tokens=settings.model.max_context_tokens
     )

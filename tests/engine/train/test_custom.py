@@ -11,10 +11,16 @@ from msgspec.structs import replace
 from fakes.bandit_run import Setup
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Group, Reward, Trajectory, Turn
-from outloop.buffer.settings import Settings, TrainerSettings
+from outloop.buffer.settings import Settings, TrainerSettings, build_settings
+from outloop.buffer.settings.buffer import BufferSettings
 from outloop.engine.train.algorithms.credit import ScoredEpisode, ScoredGroup, take_credits
 from outloop.engine.train.algorithms.losses import LossFunction
-from outloop.engine.train.algorithms.user_functions import advantage_of, check_custom, loss_of
+from outloop.engine.train.algorithms.user_functions import (
+    advantage_of,
+    check_custom,
+    filter_of,
+    loss_of,
+)
 from outloop.engine.train.data.batch_builder import build_batch
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
@@ -75,7 +81,23 @@ def too_long(group):
 late_raises, late_short, late_words, late_long = map(late, (raises, short, words, too_long))
 
 def keeps(group):
-    raise KeyError("level")
+    return "easy" if group.rewards.mean() > 0.9 and group.episodes[0].components["form"] else ""
+
+def says_true(group):
+    return True
+
+def as_a_record(group):
+    return "" if group.trajectories else "empty"
+
+def late_keeps(group):
+    if group.group_id != "probe":
+        raise KeyError("level")
+    return ""
+
+CODE = "no function"
+
+async def waits(argument):
+    return argument
 
 def no_arguments():
     return 0
@@ -122,9 +144,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settin
     ("trainer", "sentence"),
     [
         ({"advantage_path": "own_algorithms"}, "is not package.module:function"),
-        ({"advantage_path": "own_algorithms:nothing"}, "has no function 'nothing'"),
-        ({"advantage_path": "own_missing:f"}, "cannot be imported: ModuleNotFoundError"),
-        ({"advantage_path": "own_broken:f"}, "cannot be imported: ZeroDivisionError"),
+        ({"advantage_path": "own_algorithms:nothing"}, "has no 'nothing'"),
+        ({"advantage_path": "own_missing:f"}, "there is no module 'own_missing'"),
+        ({"advantage_path": "own_broken:f"}, "importing it raised ZeroDivisionError"),
         ({"advantage_path": "own_algorithms:no_arguments"}, "cannot be called as `def advantage"),
         ({"advantage_path": "own_algorithms:short"}, "one entry for each of group.episodes"),
         ({"advantage_path": "own_algorithms:infinite"}, "finite numbers are allowed"),
@@ -149,6 +171,68 @@ def test_what_is_wrong_is_reported_before_the_start(
         check_settings(own(**trainer))
     assert sentence in str(caught.value)
     assert next(iter(trainer)) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["advantage_path", "loss_path", "filter_path"])
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("own_algorithms", "is not package.module:function"),
+        ("own_algorithms:", "is not package.module:function"),
+        ("own_algorithms:keps", "has no 'keps'; did you mean 'keeps'"),
+        ("own_algorithms:CODE", "cannot be called as `def"),
+        ("own_algoritms:f", "there is no module 'own_algoritms'.*did you mean 'own_algorithms'"),
+        ("own_broken:f", r"importing it raised ZeroDivisionError at .*own_broken\.py:1"),
+        ("own_syntax:f", r"importing it raised SyntaxError.*own_syntax\.py, line 2"),
+        ("own_exit:f", r"importing it raised SystemExit at .*own_exit\.py:1"),
+        ("own_algorithms:no_arguments", "cannot be called as `def"),
+        ("own_algorithms:raises", r"raised RuntimeError: no in .*own_algorithms\.py:\d+ on "),
+        ("own_algorithms:waits", "is async; `def"),
+    ],
+)
+def test_every_function_of_the_user_is_tried_before_the_start(
+    name: str, function: str, sentence: str, own: Callable[..., Settings], tmp_path: Path
+) -> None:
+    """Filter, advantage and loss are refused alike, with the setting and the file and line."""
+    (tmp_path / "own_exit.py").write_text("raise SystemExit('no key')")
+    (tmp_path / "own_syntax.py").write_text("x = 1\ndef f(:\n")
+    section = "buffer" if name == "filter_path" else "trainer"
+    settings = build_settings(
+        {"model": {"path": "m"}, "env": {"import_dir": tmp_path}, section: {name: function}},
+        source="test",
+    )
+    with pytest.raises(SettingsError, match=sentence) as refused:
+        check_settings(settings)
+    assert f"{section}.{name}={function!r}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("says_true", "an empty string (train) or the reason not to is allowed"),
+        ("as_a_record", "'ScoredGroup' object has no attribute 'trajectories'"),
+    ],
+)
+def test_a_filter_that_does_not_fit_is_refused_before_the_start(
+    function: str, sentence: str, own: Callable[..., Settings], tmp_path: Path
+) -> None:
+    """A filter is tried on the record of an advantage."""
+    settings = own().model_copy(
+        update={"buffer": BufferSettings(filter_path=f"own_algorithms:{function}")}
+    )
+    with pytest.raises(SettingsError, match=re.escape(sentence)):
+        check_custom(settings)
+
+
+def test_a_filter_sees_what_an_advantage_sees(own: Callable[..., Settings]) -> None:
+    """Rewards, and components by any name where it is tried."""
+    settings = own().model_copy(
+        update={"buffer": BufferSettings(filter_path="own_algorithms:keeps")}
+    )
+    check_custom(settings)
+    keep = filter_of(settings)
+    assert keep is not None
+    assert keep(scored([0.0, 1.0])) == ""
 
 
 def scored(rewards: list[float]) -> ScoredGroup:
@@ -188,11 +272,11 @@ def test_an_own_advantage_of_turns_or_tokens_reaches_them(
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("late_raises", "raised RuntimeError: no on group_id='g0-"),
+        ("late_raises", "raised RuntimeError: no in "),
         ("late_short", "one entry for each of group.episodes"),
         ("late_words", "which is no number"),
         ("late_long", "one for the episode, for a turn, or for each of the turn's tokens"),
-        ("keeps", "buffer.filter_path='own_algorithms:keeps' raised KeyError: 'level'"),
+        ("late_keeps", "buffer.filter_path='own_algorithms:late_keeps' raised KeyError: 'level'"),
     ],
 )
 def test_what_is_wrong_at_a_step_ends_it_before_any_weight_moves(
@@ -202,8 +286,9 @@ def test_what_is_wrong_at_a_step_ends_it_before_any_weight_moves(
     it is counted as trained or dropped."""
     settings = own(advantage_path=f"own_algorithms:{name}")
     sections = {"trainer": {"num_steps": 1, "advantage_path": f"own_algorithms:{name}"}}
-    if name == "keeps":
-        sections = {"trainer": {"num_steps": 1}, "buffer": {"filter_path": "own_algorithms:keeps"}}
+    if name == "late_keeps":
+        path = "own_algorithms:late_keeps"
+        sections = {"trainer": {"num_steps": 1}, "buffer": {"filter_path": path}}
     run = setup(**sections, env={"import_dir": settings.env.import_dir})
     check_settings(run.run.settings)
     with pytest.raises(SettingsError, match=re.escape(sentence)):
@@ -333,16 +418,26 @@ def test_contradictions_are_refused(trainer: dict[str, object], sentence: str) -
 
 @pytest.mark.parametrize(
     "setting",
-    ["losses:soft_clip", "losses:by_sequence", "advantages:centred", "advantages:by_turn"],
+    [
+        "losses:soft_clip",
+        "losses:by_sequence",
+        "advantages:centred",
+        "advantages:by_turn",
+        "filters:keep",
+    ],
 )
 def test_what_the_page_shows_is_accepted(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The losses and the advantage of docs/algorithms.md pass the checks before a start."""
+    """The functions of docs/algorithms.md pass the checks before a start."""
     page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
     module, _, function = setting.partition(":")
     (code,) = re.findall(rf"```python title={module}\.py\n(.*?)```", page, re.DOTALL)
     (tmp_path / f"page_{module}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    name = "loss_path" if module == "losses" else "advantage_path"
-    check_custom(Settings(model={"path": "m"}, trainer={name: f"page_{module}:{function}"}))
+    section, name = {
+        "losses": ("trainer", "loss_path"),
+        "advantages": ("trainer", "advantage_path"),
+        "filters": ("buffer", "filter_path"),
+    }[module]
+    check_custom(Settings(model={"path": "m"}, **{section: {name: f"page_{module}:{function}"}}))

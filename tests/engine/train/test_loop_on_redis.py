@@ -299,7 +299,11 @@ def test_other_groups_are_taken_for_those_a_filter_drops(
     staleness: int, train: Any, tmp_path: Path
 ) -> None:
     """Every second group is dropped, at level 0 too, and each step still trains a full batch."""
-    keep = 'def keep(group):\n    return "an odd slot" if group.slot % 2 else ""\n'
+    keep = (
+        "def keep(group):\n"
+        "    slot = int(group.group_id[1:].partition('-')[0])\n"
+        "    return 'an odd slot' if slot % 2 else ''\n"
+    )
     (tmp_path / f"filters{staleness}.py").write_text(keep)
     chosen = {"filter_path": f"filters{staleness}:keep", "max_refills": 40}
     rows, stats = train(num_steps=3, staleness=staleness, buffer=chosen)
