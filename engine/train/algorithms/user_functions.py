@@ -291,8 +291,8 @@ def _tried(function: Callable[[Any], Any], argument: Any, named: str, given: str
         return function(argument)
     except Exception as error:  # the user's function may raise anything
         raise SettingsError(
-            f"{named} raised {type(error).__name__}: {text_of(error)}{_where(error)} on {given}; it "
-            "is called with every batch, so it may not raise"
+            f"{named} raised {type(error).__name__}: {text_of(error)}{_where(error)} on {given}; "
+            "it is called with every batch, so it may not raise"
         ) from error
 
 
