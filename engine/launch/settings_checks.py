@@ -17,6 +17,7 @@ from outloop.buffer.trackers.tracker import check_tracker
 from outloop.buffer.trajectories.object_store import ObjectStore
 from outloop.buffer.trajectories.trained import keeps_trajectories
 from outloop.engine.launch.nccl_release import check_nccl
+from outloop.engine.publish.handed_over_memory import refuse_servers_elsewhere
 from outloop.engine.serve.sglang.arguments import check_arguments
 
 _MODEL_FILES = {
@@ -76,6 +77,7 @@ def check_settings(settings: Settings, *, plays: bool = True) -> None:
         if settings.server.kind == "sglang" and settings.server.num_servers:
             check_arguments(settings)
             check_nccl(settings)
+        refuse_servers_elsewhere(settings)
         env = settings.env
         if plays or env.rollout_function_path is not None or env.agent_command is not None:
             _check_environment(settings)

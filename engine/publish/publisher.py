@@ -22,6 +22,7 @@ from outloop.buffer.records import Libraries, ServerEntry
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.engine.gpu_libraries import own_libraries
+from outloop.engine.publish.handed_over_memory import HandedOverMemory, hands_over_memory
 from outloop.engine.publish.nccl_compatibility import NcclCompatibility
 from outloop.engine.publish.sending.sent import RankTraffic, Sent
 from outloop.engine.publish.server_client import KeyRefused, ServerClient, flush_paused
@@ -103,9 +104,12 @@ class Publisher:
                 start_timeout_s=settings.server.start_timeout_s,
                 key=run.server_key,
             )
-        self._nccl: NcclCompatibility | None = None
+        self._reach: NcclCompatibility | HandedOverMemory | None = None
+        """None: the transport reaches every server."""
         if settings.joins_by_nccl:
-            self._nccl = NcclCompatibility(libraries or own_libraries())
+            self._reach = NcclCompatibility(libraries or own_libraries())
+        elif hands_over_memory(settings):
+            self._reach = HandedOverMemory(settings.publish.transport)
         self._transport = build_transport(run, settings.publish.transport)
         self._fallback: Transport | None = None
         if settings.publish.fallback != "none" and settings.publish.transport != "disk":
@@ -177,7 +181,7 @@ class Publisher:
         """
         entries = self._wait_for_servers(on_wait)
         began_at = time.monotonic()
-        refusals = {} if self._nccl is None else self._nccl.refusals(entries)
+        refusals = {} if self._reach is None else self._reach.refusals(entries)
         holders, main, spare = self._divide(entries, policy_version, refusals)
         error: PublishFailed | None = None
         with _Passes(
