@@ -199,7 +199,7 @@ class RouterSettings(Section):
     drain_timeout_s: float = Field(20.0, ge=0)
     """How long a router that is stopped finishes its in-flight turns."""
     max_turns_per_episode: int = Field(64, gt=0)
-    """Further model calls of the episode are answered 400."""
+    """Further model calls of the episode are answered 404, `turn_budget_spent`."""
     max_tokens_per_episode: int | None = Field(None, gt=0)
     """Ids of all its turns: prompts after their parents', and outputs; None: no limit."""
     max_concurrent_turns_per_episode: int = Field(64, gt=0)

@@ -88,7 +88,7 @@ class ServerSettings(Section):
     tls_key_file: Path | None = None
     """Its key, without a passphrase."""
     sglang_python: Path | None = None
-    """Python of the environment with SGLang; None: that of `make venv-sglang`."""
+    """Python of the environment with SGLang; None: that of `make venv-sglang`, for the CPU."""
     sglang: dict[str, Any] = {}
     """Raw SGLang server arguments under their upstream names."""
 

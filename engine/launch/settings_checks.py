@@ -19,6 +19,7 @@ from outloop.buffer.trajectories.trained import keeps_trajectories
 from outloop.engine.launch.nccl_release import check_nccl
 from outloop.engine.publish.handed_over_memory import refuse_servers_elsewhere
 from outloop.engine.serve.sglang.arguments import check_arguments
+from outloop.engine.serve.sglang.gpu_environment import refuse_torch_without_cuda
 
 _MODEL_FILES = {
     "config.json": "config.json",
@@ -75,6 +76,7 @@ def check_settings(settings: Settings, *, plays: bool = True) -> None:
     _check_model(settings)
     if settings.server.num_servers or settings.server.urls:
         if settings.server.kind == "sglang" and settings.server.num_servers:
+            refuse_torch_without_cuda(settings)
             check_arguments(settings)
             check_nccl(settings)
         refuse_servers_elsewhere(settings)

@@ -103,14 +103,21 @@ def test_no_network_is_a_sentence(tmp_path: Path) -> None:
     assert len(found.stderr.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["train", "serve"])
-def test_a_command_begins_with_the_download(command: str, hub: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("train", 2), ("serve", 2), ("init", 2), ("submit slurm", 2), ("doctor --config", 1)],
+)
+def test_a_command_begins_with_the_download(
+    command: str, code: int, hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is refused next is not the model, but a limit that its config.json says."""
+    monkeypatch.setenv("COLUMNS", "800")
     lines = 'path = "acme/tiny"\nmax_context_tokens = 4096'
-    found = resolve(tmp_path, hub, lines, command, "run.toml")
-    assert found.returncode == 2
-    assert "exceeds max_position_embeddings=512" in found.stderr
-    assert f"{COMMIT}/config.json" in found.stderr
+    found = resolve(tmp_path, hub, lines, *command.split(), "run.toml")
+    assert found.returncode == code
+    said = found.stderr + found.stdout
+    assert "exceeds max_position_embeddings=512" in said
+    assert f"{COMMIT}/config.json" in said
 
 
 def test_check_downloads_no_weights(hub: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
+from outloop.engine.gpu_libraries import libraries_of
 from outloop.engine.serve.sglang.cpu_environment import find_python
 from outloop.engine.visible_gpus import VISIBLE, list_gpus, visible_gpus
 
@@ -52,6 +53,24 @@ def saves_memory(settings: Settings) -> bool:
         return False
     table = {key.replace("-", "_"): value for key, value in settings.server.sglang.items()}
     return bool(table.get("enable_memory_saver", settings.trainer.is_colocated))
+
+
+def refuse_torch_without_cuda(settings: Settings) -> None:
+    """Refuse servers on GPUs in an environment whose torch is the CPU's.
+
+    Raises:
+        SettingsError: it is, or server.sglang_python is not a program.
+    """
+    if not settings.server.device.startswith("cuda"):
+        return
+    python = find_python(settings.server.sglang_python)
+    found = libraries_of(python)
+    if found.torch and not found.cuda:
+        raise SettingsError(
+            f"server.device={settings.server.device!r} with server.sglang_python={str(python)!r}: "
+            f"its torch {found.torch} has no CUDA. Give the python of an environment with SGLang "
+            "for GPUs (docs/servers.md)"
+        )
 
 
 def check_memory_saver(settings: Settings, environment: Mapping[str, str]) -> None:

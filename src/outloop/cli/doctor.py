@@ -23,7 +23,8 @@ from outloop.cli.options import ENGINES
     "--config",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="PATH",
-    help="Show also whether the run of this settings file can start here, and who gets which GPU.",
+    help="Show also whether the run of this settings file can start here, and who gets which GPU. "
+    "A model of the hub is downloaded, as `outloop train` would.",
 )
 @click.option(
     "--on",
@@ -46,10 +47,12 @@ def doctor(run_dir: Path | None, config: Path | None, on: Literal["here", "slurm
     settings = None
     if config is not None:
         from outloop.buffer.settings import load_settings
+        from outloop.engine.launch.model_folder import with_model_folder
 
         settings = load_settings(config)
         if on != "here":
             from outloop.engine.launch.nodes.examination import examine_run_nodes
 
             sys.exit(examine_run_nodes(settings, config, on))
+        settings = with_model_folder(settings)
     sys.exit(examine(settings=settings))

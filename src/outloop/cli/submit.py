@@ -22,6 +22,7 @@ def slurm(config: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
     """Submit the run of CONFIG as one heterogeneous Slurm job, described by [deploy]."""
     from outloop.buffer.settings import load_settings
     from outloop.engine.launch.deploy.slurm import batch_script, submit_job
+    from outloop.engine.launch.model_folder import with_model_folder
     from outloop.engine.launch.settings_checks import check_before_start
 
     settings = load_settings(config, overrides)
@@ -29,5 +30,6 @@ def slurm(config: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
     if dry_run:
         click.echo(script, nl=False)
         return
-    check_before_start(settings)
+    # Into the cache of this machine, which the nodes share or have to reach the hub for.
+    check_before_start(with_model_folder(settings))
     click.echo(submit_job(settings, script))

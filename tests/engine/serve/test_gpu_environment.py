@@ -15,11 +15,14 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from rich.console import Console
 
+from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.doctor import examine
 from outloop.engine.serve.sglang.arguments import process_environment
+from outloop.engine.serve.sglang.gpu_environment import refuse_torch_without_cuda
 
 CUDA = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16"}
 NVIDIA_SMI = """#!/bin/sh
@@ -159,3 +162,16 @@ def test_doctor_loads_the_memory_saver(has_runtime: bool, python_with: Callable[
     said = re.sub(r"\s+", " ", console.export_text())
     assert ("memory saver │ can be loaded" in said) is has_runtime
     assert ("libquadmath" in said and "LD_LIBRARY_PATH" in said) is not has_runtime
+
+
+def test_servers_on_gpus_need_a_torch_with_cuda() -> None:
+    """That of this environment may have none: then it is refused before SGLang is asked."""
+    server = CUDA | {"sglang_python": Path(sys.executable)}
+    if torch.version.cuda is not None:
+        refuse_torch_without_cuda(Settings(model={"path": "m"}, server=server))
+        return
+    with pytest.raises(SettingsError, match=r"has no CUDA.*docs/servers\.md"):
+        refuse_torch_without_cuda(Settings(model={"path": "m"}, server=server))
+    refuse_torch_without_cuda(
+        Settings(model={"path": "m"}, server=server | {"device": "cpu", "dtype": "float32"})
+    )
