@@ -1,13 +1,17 @@
 """Clients of the policy's endpoint, shared by all episodes of a process.
 
 An episode gets a shared client with its own address and key, by `with_options`: to make a client
-takes ten times as long as a call. A library is imported when its client is first used.
+takes ten times as long as a call. A library is imported when its client is first used. An
+asynchronous client works in every event loop, also in one that a rollout function starts. A client
+that a rollout function closes stays open for the other episodes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import certifi
@@ -37,6 +41,9 @@ class Clients:
         self._max_connections = max_connections
         self._timeout_s = timeout_s
         self._made: dict[str, Any] = {}
+        self._home = _running_loop()
+        self._pools: list[tuple[type[Any], Any]] = []
+        """The class that closes it, and the HTTP client."""
         # Blocking rollout functions use it from several threads.
         self._lock = threading.Lock()
 
@@ -62,10 +69,11 @@ class Clients:
 
     async def close(self) -> None:
         """Close the connection pools."""
-        for name, client in self._made.items():
-            closing = client.close()
-            if name.startswith("Async"):
-                await closing
+        for base, client in self._pools:
+            if hasattr(base, "aclose"):
+                await base.aclose(client)
+            else:
+                base.close(client)
 
     def _shared(self, package: str, name: str) -> Any:
         with self._lock:
@@ -87,16 +95,55 @@ class Clients:
             max_keepalive_connections=min(self._max_connections, _MAX_IDLE_CONNECTIONS),
             keepalive_expiry=30.0,
         )
-        http = "DefaultAsyncHttpxClient" if name.startswith("Async") else "DefaultHttpxClient"
+        options = {
+            "limits": limits,
+            "timeout": self._timeout_s,
+            "trust_env": False,
+            "verify": _trusted(),
+        }
+        if name.startswith("Async"):
+            base = library.DefaultAsyncHttpxClient
+            http_client = _for_every_loop(base, options, self._home)
+        else:
+            base = library.DefaultHttpxClient
+            http_client = type(base.__name__, (base,), {"close": lambda client: None})(**options)
+        self._pools.append((base, http_client))
         return getattr(library, name)(
             base_url=_NOWHERE,
             api_key="episode",
             max_retries=_MAX_RETRIES,
             timeout=self._timeout_s,
-            http_client=getattr(library, http)(
-                limits=limits, timeout=self._timeout_s, trust_env=False, verify=_trusted()
-            ),
+            http_client=http_client,
         )
+
+
+def _for_every_loop(
+    base: type[Any], options: Mapping[str, Any], home: asyncio.AbstractEventLoop | None
+) -> Any:
+    """An HTTP client whose pool is used in the loop `home` alone.
+
+    A connection belongs to the loop that opened it. In any other loop each request has one of its
+    own, which no later loop finds.
+    """
+
+    async def send(client: Any, request: Any, **how: Any) -> Any:
+        loop = _running_loop()
+        if loop is not None and loop is home:
+            return await base.send(client, request, **how)
+        limits = type(options["limits"])(max_keepalive_connections=0)
+        return await base(**{**options, "limits": limits}).send(request, **how)
+
+    async def aclose(client: Any) -> None:
+        """Stay open: the client is shared."""
+
+    return type(base.__name__, (base,), {"send": send, "aclose": aclose})(**options)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def _trusted() -> ssl.SSLContext:
