@@ -247,6 +247,11 @@ def _late(clock: VerifierClock) -> Exception:
     """The error of a verification that took too long: its own work, or waiting for others."""
     if clock.left_s <= 0:
         return VerifierTimeout(f"the verifier took longer than {clock.limit_s:g} s")
+    if clock.had_turn:
+        return VerifierTimeout(
+            "the answer used up a short turn of the verifier, and the episode's time was over "
+            "before it had a long one"
+        )
     return TurnTimeout(
         f"the verifier was waiting for other verifications for {clock.waited_s:.1f} s, until the "
         "episode's time was over; give it more cores, raise env.episode_deadline_s, or play "

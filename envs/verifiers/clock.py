@@ -27,6 +27,8 @@ class VerifierClock:
         self._waited_s = 0.0
         self._num_waiting = 0
         self._waiting_since = 0.0
+        self.had_turn = False
+        """Whether the answer has used up a turn at the machine."""
 
     @property
     def left_s(self) -> float:
@@ -77,11 +79,16 @@ class VerifierClock:
 
 
 @contextmanager
-def waiting_for_turn() -> Iterator[None]:
-    """Stop the clock of the current verification, if there is one."""
+def waiting_for_turn(*, had_one: bool = False) -> Iterator[None]:
+    """Stop the clock of the current verification, if there is one.
+
+    Args:
+        had_one: the answer has used up a turn, and waits for a longer one.
+    """
     clock = _current.get()
     if clock is None:
         yield
         return
+    clock.had_turn = clock.had_turn or had_one
     with clock.waiting():
         yield

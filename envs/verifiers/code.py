@@ -7,14 +7,14 @@ and the verdict. It can only answer calls (isolated_unit_tests).
 from __future__ import annotations
 
 import ast
-import asyncio
 import builtins
 import json
 import symtable
 import sys
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,77 +24,90 @@ from outloop.envs.sandbox.api import Limits, Program, RunResult, Sandbox, Sessio
 from outloop.envs.sandbox.backends import open_sandbox
 from outloop.envs.verifiers import isolated_unit_tests
 from outloop.envs.verifiers.result import Result
-from outloop.envs.verifiers.task_fields import code_of, field_of, next_free, num_cores
+from outloop.envs.verifiers.task_fields import code_of, field_of, num_cores
+from outloop.envs.verifiers.turns import SHORT_CPU_S, SHORT_S, Turns
 
 _PACKAGE = Path(isolated_unit_tests.__file__).parent
 _MAX_CALLS = 500
 """After so many calls a session is replaced."""
+_MAX_EXPECTED_BYTES = 16 * 2**20
+"""Of an expected output; the output of the code is kept as far as that reaches, and beyond."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """An open session."""
+
+    stack: AsyncExitStack
+    session: Session
+    num_calls: int = 0
 
 
 class _Sessions:
-    """Open sessions, one for each of this process's cores, used in turns and made when needed."""
+    """Open sessions, one for each place at which an answer is judged, made when needed."""
 
     def __init__(self, make_sandbox: Callable[[], Sandbox], limits: Limits) -> None:
         self._make_sandbox = make_sandbox
         self._limits = limits
         self._sandbox: Sandbox | None = None
-        self._free: asyncio.Queue[tuple[AsyncExitStack, Session, int] | None] | None = None
+        self._turns: Turns[_Open] | None = None
 
     @asynccontextmanager
-    async def one(self) -> AsyncIterator[Session]:
+    async def one(self, *, is_long: bool = False) -> AsyncIterator[Session]:
         """A session that is not in use."""
-        if self._free is None:
+        if self._turns is None:
             self._sandbox = self._make_sandbox()
-            self._free = asyncio.Queue()
-            for _ in range(num_cores()):
-                self._free.put_nowait(None)
+            self._turns = Turns(num_cores())
         assert self._sandbox is not None
-        free = self._free
-        held = await next_free(free, "session")
-        try:
-            if held is None:
-                stack = AsyncExitStack()
-                held = (
-                    stack,
-                    await stack.enter_async_context(self._sandbox.session(self._limits)),
-                    0,
-                )
-            stack, session, num_calls = held
-            yield session
-            held = (stack, session, num_calls + 1)
-            if num_calls >= _MAX_CALLS:
-                held = None
-                await stack.aclose()
-        except BaseException:
-            if held is not None:
-                await held[0].aclose()
-            held = None
-            raise
-        finally:
-            if free is self._free:
-                free.put_nowait(held)
-            elif held is not None:  # closed meanwhile
-                await held[0].aclose()
+        turns = self._turns
+        async with turns.turn(is_long=is_long) as place:
+            is_reusable = False
+            try:
+                if place.held is None:
+                    stack = AsyncExitStack()
+                    session = self._sandbox.session(self._limits)
+                    place.held = _Open(stack, await stack.enter_async_context(session))
+                yield place.held.session
+                place.held.num_calls += 1
+                is_reusable = place.held.num_calls <= _MAX_CALLS and turns is self._turns
+            finally:
+                if not is_reusable and place.held is not None:
+                    held, place.held = place.held, None
+                    await held.stack.aclose()
 
     async def close(self) -> None:
         """End the sessions that are not in use."""
-        while self._free is not None and not self._free.empty():
-            held = self._free.get_nowait()
-            if held is not None:
-                await held[0].aclose()
-        if self._sandbox is not None:
-            await self._sandbox.close()
-        self._free = self._sandbox = None
+        turns, self._turns = self._turns, None
+        sandbox, self._sandbox = self._sandbox, None
+        for held in turns.take_held() if turns is not None else ():
+            await held.stack.aclose()
+        if sandbox is not None:
+            await sandbox.close()
 
 
 class _JudgesPrograms:
     def __init__(
         self, *, sandbox: str | Sandbox = "bubblewrap", limits: Limits | None = None
     ) -> None:
-        self._limits = limits or Limits(wall_s=10.0, cpu_s=10)
-        self._sessions = _Sessions(
-            lambda: open_sandbox(sandbox) if isinstance(sandbox, str) else sandbox, self._limits
+        self._limits = limits or Limits(wall_s=20.0, cpu_s=10)
+        # The output that is kept is set for each program.
+        session = replace(
+            self._limits, output_bytes=self._limits.output_bytes + _MAX_EXPECTED_BYTES
         )
+        self._sessions = _Sessions(
+            lambda: open_sandbox(sandbox) if isinstance(sandbox, str) else sandbox, session
+        )
+
+    async def _judge(self, judge: Callable[[Session, Limits, bool], Awaitable[bool]]) -> None:
+        """Call `judge(session, limits, is_last)`; again, with the full limits, if it returns False
+        for lack of time."""
+        full = self._limits
+        short = replace(full, wall_s=min(full.wall_s, SHORT_S), cpu_s=min(full.cpu_s, SHORT_CPU_S))
+        for is_long, limits in ((False, short), (True, full)):
+            async with self._sessions.one(is_long=is_long) as session:
+                is_last = limits == full
+                if await judge(session, limits, is_last) or is_last:
+                    break
 
     async def check_sandbox(self) -> None:
         """Open a session as the first verification does, and end it.
@@ -160,9 +173,17 @@ class UnitTests(_JudgesPrograms):
         code = code_of(result.answer)
         if is_code and f"def {entry_point}" not in code:
             code = f"{prompt}\n{code}"
-        async with self._sessions.one() as session:
-            tested, _ = await session.run_pair(_tests_side(job), _code_side(code), self._limits)
-        verdict = _verdict(tested)
+
+        verdict: dict[str, object] = {}
+
+        async def judge(session: Session, limits: Limits, is_last: bool) -> bool:
+            tested, code_ran = await session.run_pair(_tests_side(job), _code_side(code), limits)
+            if not is_last and (_is_late(tested) or _is_late(code_ran)):
+                return False
+            verdict.update(_verdict(tested))
+            return True
+
+        await self._judge(judge)
         if "broken" in verdict:
             raise EnvironmentFailure(
                 f"task_id={task.task_id!r}: its tests cannot be run: {verdict['broken']}"
@@ -269,20 +290,56 @@ class InputOutput(_JudgesPrograms):
 
     async def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0, or with `gives_part` the share of the cases that came out right."""
-        cases = field_of(task, self._field, list)
+        cases = [_case(task, case) for case in field_of(task, self._field, list)]
         files = {"main.py": code_of(result.answer).encode(errors="replace")}
-        num_right = 0
-        async with self._sessions.one() as session:
-            for case in cases:
-                ran = await session.run(
-                    files, ("python", "main.py"), self._limits, stdin=str(case["input"]).encode()
-                )
-                is_right = ran.is_ok and _lines(ran.stdout) == _lines(str(case["output"]).encode())
+        num_done = num_right = 0
+
+        async def judge(session: Session, limits: Limits, is_last: bool) -> bool:
+            nonlocal num_done, num_right
+            end = time.monotonic() + limits.wall_s
+            for given, expected in cases[num_done:]:
+                left_s = limits.wall_s if is_last else end - time.monotonic()
+                if left_s <= 0:
+                    return False
+                kept_bytes = limits.output_bytes + len(expected)
+                each = replace(limits, wall_s=left_s, output_bytes=kept_bytes)
+                ran = await session.run(files, ("python", "main.py"), each, stdin=given)
+                if not is_last and _is_late(ran):
+                    return False
+                num_done += 1
+                is_right = ran.is_ok and _lines(ran.stdout) == _lines(expected)
                 num_right += is_right
                 if not is_right and not self._gives_part:
                     break
+            return True
+
+        await self._judge(judge)
         share = num_right / max(1, len(cases))
         return share if self._gives_part else float(share == 1.0)
+
+
+def _case(task: Task, case: object) -> tuple[bytes, bytes]:
+    """The input and the expected output of a case.
+
+    Raises:
+        EnvironmentFailure: it has none, or an output that cannot be kept.
+    """
+    if not isinstance(case, dict) or not {"input", "output"} <= case.keys():
+        raise EnvironmentFailure(
+            f"task_id={task.task_id!r}: case={str(case)[:200]}; an object with input and output "
+            "is allowed"
+        )
+    given, expected = (str(case[name]).encode(errors="replace") for name in ("input", "output"))
+    if len(expected) > _MAX_EXPECTED_BYTES:
+        raise EnvironmentFailure(
+            f"task_id={task.task_id!r}: an expected output has {len(expected)} bytes; at most "
+            f"{_MAX_EXPECTED_BYTES} are allowed: leave the case out"
+        )
+    return given, expected
+
+
+def _is_late(ran: RunResult) -> bool:
+    return ran.ended in ("wall_time", "cpu_time")
 
 
 def _tests_side(job: dict[str, object]) -> Program:

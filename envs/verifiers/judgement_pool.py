@@ -16,10 +16,13 @@ from contextlib import suppress
 import msgspec
 
 from outloop.buffer.errors import DeadlineExceeded, EnvironmentFailure
-from outloop.envs.verifiers.task_fields import next_free, num_cores
+from outloop.envs.verifiers.task_fields import num_cores
+from outloop.envs.verifiers.turns import SHORT_CPU_S, Place, Turns
 
 _START_S = 120.0
-_MAX_ANSWER_BYTES = 2**20
+_MAX_ANSWER_BYTES = 2 * 2**20
+_WALL_FACTOR = 5.0
+"""A worker ends itself by its CPU time. Beside others it may take so many times as long."""
 
 
 class Judgement(msgspec.Struct, frozen=True):
@@ -34,7 +37,8 @@ class JudgementPool:
     """A pool of workers, started by the first job.
 
     Args:
-        num_workers: jobs at the same time; None: this process's share of the cores.
+        num_workers: jobs that take long at the same time, with a few others beside them; None:
+            this process's share of the cores.
         preload: modules that the workers find imported.
     """
 
@@ -44,48 +48,50 @@ class JudgementPool:
         *,
         preload: Sequence[str] = (),
     ) -> None:
-        self._num_workers = num_workers or num_cores()
         self._preload = list(preload)
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._idle: asyncio.Queue[socket.socket | None] = asyncio.Queue()
+        self._turns = Turns[socket.socket](num_workers or num_cores())
         self._starting: asyncio.Lock | None = None
-        self._num_busy = 0
         self.num_replaced = 0
 
     async def call(self, job: Sequence[str], *, timeout_s: float) -> str | None:
-        """Run a job; None also if it takes longer than `timeout_s`, or kills its worker.
+        """Run a job; None also if it takes more CPU than `timeout_s`, or ends its worker.
+
+        It waits for its turn without a limit of its own.
 
         Raises:
             EnvironmentFailure: the job is wrong, or no worker can be started.
         """
         await self._start()
-        line = await next_free(self._idle, "worker")
-        self._num_busy += 1
-        template = self._process
-        try:
-            if line is None:
-                line = self._fork()
-            async with asyncio.timeout(timeout_s):
-                judged = await _ask(line, job)
-        except (TimeoutError, OSError, EOFError) as error:
-            self._give_up(line)
-            line = None
-            if template is None or template.poll() is not None:
-                raise EnvironmentFailure(
-                    "the process that forks the verifier's workers has ended"
-                ) from error
+        short_s = min(timeout_s, SHORT_CPU_S)
+        judged = await self._judge(job, short_s, is_long=False)
+        if judged is None and short_s < timeout_s:
+            judged = await self._judge(job, timeout_s, is_long=True)
+        if judged is None:
             return None
-        except BaseException:
-            self._give_up(line)
-            line = None
-            raise
-        finally:
-            self._num_busy -= 1
-            self._idle.put_nowait(line)
         if judged.error:
             raise EnvironmentFailure(f"the verifier cannot judge: {judged.error}")
         return judged.value
+
+    async def _judge(self, job: Sequence[str], cpu_s: float, *, is_long: bool) -> Judgement | None:
+        async with self._turns.turn(is_long=is_long) as place:
+            template = self._process
+            try:
+                if place.held is None:
+                    place.held = self._fork()
+                async with asyncio.timeout(_WALL_FACTOR * cpu_s):
+                    return await _ask(place.held, [str(cpu_s), *job])
+            except (TimeoutError, OSError, EOFError) as error:
+                self._give_up(place)
+                if template is None or template.poll() is not None:
+                    raise EnvironmentFailure(
+                        "the process that forks the verifier's workers has ended"
+                    ) from error
+                return None
+            except BaseException:
+                self._give_up(place)
+                raise
 
     async def _start(self) -> None:
         self._starting = self._starting or asyncio.Lock()
@@ -120,8 +126,6 @@ class JudgementPool:
                     f"the verifier's workers did not start (exit_code={code}): one of "
                     f"{self._preload} cannot be imported; install outloop[verifiers]"
                 )
-            for _ in range(self._num_workers - self._num_busy):
-                self._idle.put_nowait(None)
 
     def _fork(self) -> socket.socket:
         """The socket of a new worker."""
@@ -132,8 +136,9 @@ class JudgementPool:
         theirs.close()
         return ours
 
-    def _give_up(self, line: socket.socket | None) -> None:
+    def _give_up(self, place: Place[socket.socket]) -> None:
         """Close a worker's socket: the template then kills the worker."""
+        line, place.held = place.held, None
         if line is not None:
             line.close()
             self.num_replaced += 1
@@ -150,10 +155,8 @@ class JudgementPool:
 
     def _close_lines(self) -> None:
         """Close the sockets of the template and of every idle worker."""
-        while not self._idle.empty():
-            line = self._idle.get_nowait()
-            if line is not None:
-                line.close()
+        for line in self._turns.take_held():
+            line.close()
         if self._control is not None:
             self._control.close()
             self._control = None

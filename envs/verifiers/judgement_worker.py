@@ -172,12 +172,15 @@ def work(line: socket.socket) -> None:
     """Judge jobs until the line closes."""
     stream = line.makefile("rwb")
     while head := stream.read(8):
-        job, *arguments = msgspec.json.decode(stream.read(int.from_bytes(head, "big")))
+        cpu_s, job, *arguments = msgspec.json.decode(stream.read(int.from_bytes(head, "big")))
+        # The signal ends the process.
+        signal.setitimer(signal.ITIMER_PROF, float(cpu_s))
         try:
             judgement = JOBS[job](*arguments)
         except Exception as error:  # noqa: BLE001 - libraries raise anything on hostile text
             judgement = Judgement()
             os.write(2, f"{job}: {type(error).__name__} counts as wrong\n".encode())
+        signal.setitimer(signal.ITIMER_PROF, 0)
         data = msgspec.json.encode(judgement)
         stream.write(len(data).to_bytes(8, "big") + data)
         stream.flush()

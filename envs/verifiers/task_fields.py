@@ -6,17 +6,14 @@ policy raises here.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from typing import TypeVar
 
 from outloop.buffer.errors import EnvironmentFailure
 from outloop.buffer.records import Task
-from outloop.envs.verifiers.clock import waiting_for_turn
 
 T = TypeVar("T")
-MAX_QUEUE_S = 15.0
 MAX_ANSWER_CHARS = 200_000
 """Longer answers are judged by their end."""
 _FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
@@ -29,23 +26,6 @@ NUM_CORES_VARIABLE = "OUTLOOP_WORKER_CORES"
 def num_cores() -> int:
     """How many judgements this process may run at once."""
     return int(os.environ.get(NUM_CORES_VARIABLE, 0)) or len(os.sched_getaffinity(0))
-
-
-async def next_free(queue: asyncio.Queue[T], what: str, limit_s: float = MAX_QUEUE_S) -> T:
-    """Take the next free worker or session from a queue.
-
-    Raises:
-        EnvironmentFailure: none was free for `limit_s`, which is no answer's fault.
-    """
-    try:
-        with waiting_for_turn():
-            async with asyncio.timeout(limit_s):
-                return await queue.get()
-    except TimeoutError as error:
-        raise EnvironmentFailure(
-            f"no {what} was free to judge for {limit_s:g} s; give the verifier more cores, a "
-            "shorter deadline, or play fewer episodes at once"
-        ) from error
 
 
 def field_of(task: Task, name: str, kind: type[T]) -> T:

@@ -1,17 +1,14 @@
 """Verifiers by import path, in the form that the runner takes."""
 
-import asyncio
 import subprocess
 import sys
 import time
 
 import pytest
 
-from outloop.buffer.errors import EnvironmentFailure
 from outloop.buffer.records import Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.command_agent.verifier import load_verifier, verify
-from outloop.envs.verifiers import task_fields
 from outloop.envs.verifiers.result import Result
 
 
@@ -42,9 +39,3 @@ def test_importing_them_loads_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert answer.stdout.strip() == ""
-
-
-async def test_a_full_queue_is_no_answers_fault() -> None:
-    """Who waits too long for its turn is a failure of the environment, not a wrong answer."""
-    with pytest.raises(EnvironmentFailure, match="no session was free"):
-        await task_fields.next_free(asyncio.Queue[int](), "session", 0.05)
