@@ -21,6 +21,7 @@ EventKind = Literal[
     "redis_cannot_write",
     "redis_writes_again",
     "published",
+    "wrong_weights",
     "alarm",
     "alarm_over",
     "stopped",

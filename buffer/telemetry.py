@@ -223,6 +223,8 @@ METRICS: dict[str, str] = {
     "publish/bytes": "weight bytes moved to each server",
     "publish/pause_s": "time that servers were paused",
     "publish/peak_extra_buckets": "the most that staging held at once, in buckets; two at most",
+    "publish/wrong_in_a_row": "the most publishes in a row after which publish.verify found wrong "
+    "weights on one server",
     "eval/sampled_reward": "mean reward of evaluation episodes at the run's sampling",
     "eval/sampled_se": "its standard error",
     "eval/greedy_reward": "mean reward of evaluation episodes at temperature 0",

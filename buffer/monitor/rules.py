@@ -28,6 +28,8 @@ _TREND_FACTOR = 2.0
 _MIN_STALE_GROUPS = 8
 """With fewer, too old ones are chance."""
 _MIN_ATTEMPTS = 50
+_MAX_WRONG = 3
+"""Publishes in a row that one server may take wrongly before it is an alarm."""
 _MAX_ROWS = 2000
 """Steps that are remembered."""
 
@@ -149,6 +151,18 @@ def gap_high(seen: Seen) -> str | None:
     )
 
 
+def wrong_weights(seen: Seen) -> str | None:
+    """A server is found with wrong weights again and again."""
+    counts = seen.column("publish/wrong_in_a_row")
+    if not counts or counts[-1] < _MAX_WRONG:
+        return None
+    return (
+        f"publish.verify found wrong weights on the same server in {counts[-1]:.0f} publishes in a "
+        "row; it serves only when it was fed through publish.fallback. events.jsonl and "
+        "logs/trainer.log name server and tensor: look at its machine, or stop that server"
+    )
+
+
 def all_stale(seen: Seen) -> str | None:
     """Nearly every group that is over was dropped as too old."""
     if not seen.stats or not seen.old_stats:
@@ -216,6 +230,7 @@ RULES: dict[str, Callable[[Seen], str | None]] = {
     "reward_collapse": reward_collapse,
     "gap_rising": gap_rising,
     "gap_high": gap_high,
+    "wrong_weights": wrong_weights,
     "all_stale": all_stale,
     "throughput_halved": throughput_halved,
     "disk_low": disk_low,

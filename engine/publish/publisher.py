@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from types import TracebackType
 import structlog
 
 from outloop.buffer.errors import DeadlineExceeded, OutloopError, PublishFailed
+from outloop.buffer.events import record_event
 from outloop.buffer.records import Libraries, ServerEntry
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
@@ -40,6 +42,11 @@ _STAGING_KINDS = frozenset({"torch"})
 """Servers that hold an update apart until it ends; SGLang writes into what it serves."""
 _PROBE_AGAIN_S = 30.0
 """Until a quarantined server that did not answer is asked again."""
+_NOT_COMPARED = (
+    'publish.verify="none": no server is asked whether it holds the weights that it was sent, and '
+    "tokens of one that does not are trained; the logprob gap alone shows it. Leave publish.verify "
+    "out to compare them"
+)
 _log = structlog.get_logger()
 
 
@@ -66,6 +73,9 @@ class PublishReport:
     ranks: tuple[RankTraffic, ...] = ()
     """What each trainer rank sent and received, in the last pass; empty where each had all of the
     weights."""
+    wrong_in_a_row: int = 0
+    """The most publishes in a row that `publish.verify` refused on one server; those through
+    `publish.fallback`, which it accepted, do not end a row."""
 
     @property
     def quarantined(self) -> tuple[str, ...]:
@@ -81,10 +91,26 @@ class PublishReport:
 class Publisher:
     """Publishes one version after the other; `close` removes what it used."""
 
-    def __init__(self, run: Run, registry: Registry, *, libraries: Libraries | None = None) -> None:
-        """`libraries`: of the trainer; None: what this process has loaded."""
+    def __init__(
+        self,
+        run: Run,
+        registry: Registry,
+        *,
+        libraries: Libraries | None = None,
+        on_warning: Callable[[str], None] = _ignore,
+    ) -> None:
+        """`libraries`: of the trainer; None: what this process has loaded. `on_warning`: gets a
+        sentence where nothing is verified, and when `publish.verify` first refuses what a server
+        holds."""
         settings = run.settings
         self._settings = settings
+        self._run_dir = run.dir
+        self._on_warning = on_warning
+        self._wrong: Counter[str] = Counter()
+        """By server, the publishes in a row that `publish.verify` refused."""
+        if settings.verification == "none":
+            _log.warning("publishes_unverified", sentence=_NOT_COMPARED)
+            on_warning(_NOT_COMPARED)
         self._registry = registry
         self._key = run.server_key
         self._num_expected = settings.server.num_servers or len(settings.server.urls)
@@ -194,6 +220,7 @@ class Publisher:
                     passes.send(self._transport, main, source)
             except PublishFailed as failure:
                 error = failure
+            accepted = passes.accepted
             if self._fallback is not None and not (holders or passes.has_any):
                 spare = _answering(entries, self._key)
             try:
@@ -206,15 +233,49 @@ class Publisher:
             if self._memory is not None:
                 source.leave()
                 error = passes.wake() or error
+        self._note_wrong(passes.wrong, policy_version, accepted=accepted)
         if error is not None and not (holders or passes.has_any):
             raise error
         self._has_published = True
-        report = passes.report(duration_s=time.monotonic() - began_at)
+        report = replace(
+            passes.report(duration_s=time.monotonic() - began_at),
+            wrong_in_a_row=max((self._wrong[entry.server_id] for entry in entries), default=0),
+        )
         if self._memory is None:
             return report
         self._memory.wake()
         self._memory.free()
         return replace(report, pause_s=time.monotonic() - self._taken_at)
+
+    def _note_wrong(
+        self, wrong: Mapping[str, str], policy_version: int, *, accepted: Collection[str]
+    ) -> None:
+        """Count servers that were found with wrong weights, and tell of each one's first time.
+
+        Args:
+            wrong: by server, what was found.
+            accepted: servers that hold the weights of `publish.transport`: their row ends.
+        """
+        for server_id in accepted:
+            self._wrong.pop(server_id, None)
+        for server_id, error in wrong.items():
+            self._wrong[server_id] += 1
+            if self._wrong[server_id] > 1:
+                continue
+            sentence = (
+                f"{server_id} held other weights than were sent, says publish.verify="
+                f'"{self._settings.verification}" at version {policy_version}: {error}. Nothing '
+                "it samples now is trained, and the next publish feeds it in full. If that goes "
+                "on, the alarm wrong_weights follows: look at the server's machine and its log"
+            )
+            record_event(
+                self._run_dir,
+                "wrong_weights",
+                server=server_id,
+                policy_version=policy_version,
+                sentence=sentence,
+            )
+            self._on_warning(sentence)
 
     def _divide(
         self, entries: Sequence[ServerEntry], policy_version: int, refusals: Mapping[str, str]
@@ -320,6 +381,8 @@ class _Passes:
             entry.server_id: ServerResult(server_id=entry.server_id, is_quarantined=False)
             for entry in entries
         }
+        self.wrong: dict[str, str] = {}
+        """Servers that `publish.verify` refused in some pass, and what it found."""
         self._sent: list[tuple[Fanout, Sent]] = []
         self._fanouts = ExitStack()
         self._asleep: list[Fanout] = []
@@ -340,6 +403,11 @@ class _Passes:
     def has_any(self) -> bool:
         """True once a server has loaded the weights, and has not failed since."""
         return any(fanout.left for fanout, _ in self._sent)
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        """Servers that hold the weights after the passes so far."""
+        return tuple(server_id for fanout, _ in self._sent for server_id in fanout.left)
 
     def refuse(self, refusals: Mapping[str, str], *, has_others: bool) -> None:
         """Enter servers as failed that the transport cannot reach.
@@ -443,6 +511,11 @@ class _Passes:
 
     def _note(self, fanout: Fanout) -> None:
         self._results |= {result.server_id: result for result in fanout.results}
+        self.wrong |= {
+            result.server_id: result.error
+            for result in fanout.results
+            if result.failed_phase == "verify"
+        }
 
     def _move(self, transport: Transport, fanout: Fanout) -> Sent:
         """Every phase from the pause until the weights are there."""

@@ -114,6 +114,9 @@ class PublishReport(Protocol):
     @property
     def peak_extra_buckets(self) -> float: ...
 
+    @property
+    def wrong_in_a_row(self) -> int: ...
+
 
 class Publisher(Protocol):
     """Makes weights available to every server, as one transaction.

@@ -696,6 +696,7 @@ class RlLoop:
             "publish/bytes": published.num_bytes,
             "publish/pause_s": published.pause_s,
             "publish/peak_extra_buckets": published.peak_extra_buckets,
+            "publish/wrong_in_a_row": published.wrong_in_a_row,
         }
         row |= {name: value for name, value in stats.items() if name.startswith(_RECORDED_STATS)}
         row["train/groups"] = len(step.batch.group_ids)

@@ -87,7 +87,10 @@ def train(
         stack.callback(leases.close)
 
         def publisher() -> Publisher:
-            made = TransactionalPublisher(run, reader.registry)
+            def warn(sentence: str) -> None:
+                reader.registry.report_status("publisher", {"warning": sentence})
+
+            made = TransactionalPublisher(run, reader.registry, on_warning=warn)
             stack.callback(made.close)
             return made
 

@@ -219,6 +219,7 @@ class NoPublish:
     num_bytes: int = 0
     pause_s: float = 0.0
     peak_extra_buckets: float = 0.0
+    wrong_in_a_row: int = 0
 
 
 class NoServers:

@@ -29,8 +29,8 @@ def on(made: Seen) -> set[str]:
 
 
 def column(name: str, values: list[float]) -> list[Row]:
-    """Rows with one metric."""
-    return [{name: value} for value in values]
+    """Rows of steps with one metric."""
+    return [{"train/loss": 0.0, name: value} for value in values]
 
 
 def gaps(values: list[float]) -> list[Row]:
@@ -74,6 +74,11 @@ def rewards(*levels: float, noise: float = 0.05, seed: int = 0) -> list[Row]:
             lambda: seen(gaps([0.34, 0.01]), dtype="bfloat16"),
         ),
         ("gap_high", lambda: seen(gaps([2e-5])), lambda: seen(gaps([9e-6]))),
+        (
+            "wrong_weights",
+            lambda: seen(column("publish/wrong_in_a_row", [0.0, 1.0, 1.0, 2.0, 2.0, 3.0])),
+            lambda: seen(column("publish/wrong_in_a_row", [3.0, 3.0, 0.0, 1.0, 2.0])),
+        ),
         (
             "throughput_halved",
             lambda: seen(column("train/tokens_per_s", [900.0] * 30 + [400.0] * 10)),

@@ -28,6 +28,8 @@ class MemoryRegistry:
         self.starting: list[str] = []
         """What the trainer finds starting, call by call."""
         self.is_claimed = False
+        self.warnings: list[str] = []
+        """What publishers warned of."""
 
     def add(self, server_id: str, url: str, kind: str = "torch", **fields: Any) -> None:
         """Register a server."""
@@ -107,7 +109,9 @@ def make_publisher(
             "trainer": {"is_colocated": is_colocated},
         }
         run = create_run(build_settings(tree, source="test"), tmp_path / "run", "unix:///none")
-        made.append(Publisher(run, registry, libraries=libraries))
+        made.append(
+            Publisher(run, registry, libraries=libraries, on_warning=registry.warnings.append)
+        )
         return made[-1]
 
     yield make

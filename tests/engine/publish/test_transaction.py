@@ -16,6 +16,7 @@ import torch
 from fakes.interrupted_tensors import InterruptedTensors
 from fakes.local_tensors import LocalTensors
 from outloop.buffer.errors import DeadlineExceeded, PublishFailed
+from outloop.buffer.events import read_events
 from outloop.engine.publish.buckets.plan import TensorSpec, plan_buckets
 from outloop.engine.publish.buckets.staging import SharedBuffer
 from outloop.engine.publish.flattened_bucket import write_bucket
@@ -131,6 +132,80 @@ def test_wrong_weights_are_detected(
     liar.behaviour = ""
     make_publisher().publish(LocalTensors(other_weights), 2)
     assert registry.state("liar") == (2, False)
+
+
+def test_a_server_that_holds_wrong_weights_is_told_of_once_and_counted(
+    torch_server: Any,
+    lying_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    """A sentence and an event at the first time, and a number that grows."""
+    liar = lying_server("wrong")
+    registry.add("good", torch_server.url)
+    registry.add("liar", liar.url)
+    publisher = make_publisher(num_servers=2, verify="checksum", fallback="none")
+    rows = []
+    for version in range(1, 5):
+        report = publisher.publish(LocalTensors(other_weights), version)
+        rows.append(report.wrong_in_a_row)
+        assert report.quarantined == ("liar",)
+    assert rows == [1, 2, 3, 4]
+    (sentence,) = registry.warnings
+    assert sentence.startswith("liar held other weights than were sent, says publish.verify=")
+    (event,) = [e for e in read_events(tmp_path / "run") if e["kind"] == "wrong_weights"]
+    assert (event["server"], event["policy_version"], event["sentence"]) == ("liar", 1, sentence)
+
+
+def test_a_row_of_wrong_weights_ends_with_a_right_publish(
+    torch_server: Any,
+    lying_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """What the fallback brings is no proof that the transport works."""
+    liar = lying_server("wrong")
+    registry.add("good", torch_server.url)
+    registry.add("liar", liar.url)
+    publisher = make_publisher(num_servers=2, verify="checksum")
+    rows = []
+    # The fallback has every second publish: what was quarantined is fed in full.
+    for version, behaviour in enumerate(["wrong", "", "wrong", "", "wrong", "", ""], start=1):
+        liar.behaviour = behaviour
+        rows.append(publisher.publish(LocalTensors(other_weights), version).wrong_in_a_row)
+    assert rows == [1, 1, 2, 2, 3, 3, 0]
+    liar.behaviour = "wrong"
+    assert publisher.publish(LocalTensors(other_weights), 8).wrong_in_a_row == 1
+    assert len(registry.warnings) == 2
+
+
+def test_a_server_that_fails_otherwise_is_not_told_of_as_wrong(
+    torch_server: Any,
+    lying_server: Callable[..., Any],
+    make_publisher: Callable[..., Any],
+    registry: Any,
+    other_weights: dict[str, torch.Tensor],
+) -> None:
+    """It broke, and says nothing of weights."""
+    registry.add("good", torch_server.url)
+    registry.add("bad", lying_server("error", "end").url)
+    report = make_publisher(num_servers=2).publish(LocalTensors(other_weights), 1)
+    assert report.quarantined == ("bad",)
+    assert (report.wrong_in_a_row, registry.warnings) == (0, [])
+
+
+def test_a_run_that_verifies_nothing_is_warned_at_the_start(
+    make_publisher: Callable[..., Any], registry: Any
+) -> None:
+    """Before the first publish; with a verification there is no sentence."""
+    make_publisher()
+    assert registry.warnings == []
+    make_publisher(verify="none")
+    (sentence,) = registry.warnings
+    assert sentence.startswith('publish.verify="none": no server is asked')
 
 
 def test_a_server_that_hangs_costs_one_deadline(

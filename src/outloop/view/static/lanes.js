@@ -7,7 +7,7 @@ import { number, seconds, time } from "./format.js";
 const WIDTH = 1200, LEFT = 150, LANE = 44, GAP = 8, TOP = 6, BOTTOM = 22;
 const SPANS = [["all", "whole run"], ["3600", "last hour"], ["600", "last 10 minutes"], ["60", "last minute"]];
 const SEGMENTS = [["wait_s", "waiting for episodes", "var(--c4)"], ["update_s", "update", "var(--c1)"], ["evaluation_s", "waiting for an evaluation", "var(--c6)"], ["publish_s", "publish", "var(--c2)"]];
-const MARKED = { launcher_lost: "var(--hot)", part_restarted: "var(--hot)", part_given_up: "var(--hot)", alarm: "var(--hot)", started: "var(--dim)", stopped: "var(--dim)", finished: "var(--dim)" };
+const MARKED = { launcher_lost: "var(--hot)", part_restarted: "var(--hot)", part_given_up: "var(--hot)", alarm: "var(--hot)", wrong_weights: "var(--hot)", started: "var(--dim)", stopped: "var(--dim)", finished: "var(--dim)" };
 
 function area(values, x, top, color) {
   const most = Math.max(...values, 1e-9), width = (x(1) - x(0)) / values.length;
@@ -32,7 +32,7 @@ function draw(found, events) {
       SEGMENTS.map(([key, , color]) => { const begin = from; from += step[key]; return s("rect", { x: at(begin), y: top, width: Math.max(0, at(from) - at(begin)), height: LANE, fill: color }); }));
   });
   const marks = events.filter((one) => MARKED[one.kind] && one.time >= found.begin && one.time <= found.end).map((one) =>
-    s("g", {}, s("title", {}, `${time(one.time)}: ${one.kind.replaceAll("_", " ")} ${one.part || one.name || ""}`), s("line", { x1: at(one.time), x2: at(one.time), y1: TOP, y2: top + LANE, stroke: MARKED[one.kind], "stroke-width": 1.5, "stroke-dasharray": "3 3" })));
+    s("g", {}, s("title", {}, `${time(one.time)}: ${one.kind.replaceAll("_", " ")} ${one.part || one.name || one.server || ""}`), s("line", { x1: at(one.time), x2: at(one.time), y1: TOP, y2: top + LANE, stroke: MARKED[one.kind], "stroke-width": 1.5, "stroke-dasharray": "3 3" })));
   const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => s("text", { x: x(share), y: height - 6, class: share === 1 ? "tick end" : share ? "tick middle" : "tick" }, new Date((found.begin + share * span) * 1000).toLocaleTimeString("en-GB")));
   const said = [found.trainer_waited !== null && found.trainer_waited !== undefined && `the trainer waited for episodes ${Math.round(100 * found.trainer_waited)}% of this time`, found.servers_idle !== null && found.servers_idle !== undefined && `the servers were nearly idle ${Math.round(100 * found.servers_idle)}% of it`].filter(Boolean).join("; ");
   return [s("svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `Who waited for whom. ${said}.` }, lanes, s("text", { x: LEFT - 8, y: top + LANE / 2 + 4, class: "tick end" }, "trainer"), steps, marks, ticks), said];
