@@ -444,12 +444,6 @@ class BufferWriter:
             run_state=run_state.decode(),
         )
 
-    async def count_training_attempts(self) -> int:
-        """Attempts of training that are in flight, in all processes."""
-        with translated("counting attempts"):
-            found: Any = await self._client.hkeys(self._key("attempts"))
-        return sum(member.startswith(b"t:") for member in found)
-
     async def run_status(self) -> dict[str, Any]:
         """How the run stands, as `outloop.buffer.run_status`."""
         obstacle = await self._write_obstacle()

@@ -26,7 +26,6 @@ from starlette.routing import Route
 
 from outloop.buffer.errors import BufferUnavailable, OutloopError
 from outloop.buffer.run import Run
-from outloop.buffer.settings import RouterSettings
 from outloop.buffer.writer import BufferWriter
 from outloop.router.audit import AuditLog
 from outloop.router.auth import KeyRing
@@ -51,7 +50,6 @@ from outloop.router.routes.runner import RunnerRoutes
 from outloop.router.routes.turns import TurnRoutes
 from outloop.router.routes.upstreams import Upstream, Upstreams, read_upstreams
 from outloop.router.servers.generation import Generator
-from outloop.router.servers.packing import Packing
 from outloop.router.servers.pool import ServerPool
 from outloop.router.timings import DEFAULT_TIMINGS, Timings
 from outloop.router.turns.service import TurnService
@@ -94,7 +92,6 @@ class Parts:
             buffer,
             max_in_flight=share,
             goes_on_in_publish=settings.buffer.max_staleness > 0,
-            packing=_packing(settings.router, self.metrics),
             timings=timings,
         )
         buffer_retry, turn_s = BufferRetry(limits.buffer_timeout_s), limits.turn_timeout_s
@@ -165,7 +162,6 @@ class Parts:
             await asyncio.sleep(self._housekeeping_s)
             self.episodes.forget_ended()
             self.metrics.in_flight.set(self.service.num_running)
-            self.metrics.empty_servers.set(self.pool.num_empty)
             waiting = "" if self.pool.is_ready else self.pool.describe()
             try:
                 self.keys.known = await self.buffer.runner_keys()
@@ -179,16 +175,6 @@ class Parts:
                 )
             except BufferUnavailable as error:
                 _log.warning("status_not_reported", error=str(error))
-
-
-def _packing(settings: RouterSettings, metrics: RouterMetrics) -> Packing | None:
-    if settings.packed_turns_per_server is None:
-        return None
-    return Packing(
-        turns_per_server=settings.packed_turns_per_server,
-        max_context_tokens=settings.packed_max_context_tokens,
-        count_move=metrics.moved.inc,
-    )
 
 
 def create_app(run: Run, writer: BufferWriter, *, timings: Timings = DEFAULT_TIMINGS) -> RouterApp:

@@ -77,16 +77,6 @@ class RouterMetrics:
             "trajectories for RL that were recorded elsewhere",
             registry=self.registry,
         )
-        self.moved = Counter(
-            "router_moved_turns",
-            "turns placed apart from their prefix because turns are packed",
-            registry=self.registry,
-        )
-        self.empty_servers = Gauge(
-            "router_empty_servers",
-            "servers that could serve and have no turn of this process",
-            registry=self.registry,
-        )
         self.in_flight = Gauge(
             "router_turns_in_flight", "turns being answered now", registry=self.registry
         )

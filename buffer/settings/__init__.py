@@ -206,13 +206,6 @@ class RouterSettings(Section):
     """Turns that an episode's key may have in flight at once in each router process."""
     max_queued_turns: int = Field(4096, gt=0)
     """Turns that wait for a free server; further ones are answered 503."""
-    packed_turns_per_server: int | None = Field(None, ge=2)
-    """At the end of a batch, when few episodes of training are in flight, place their next turns on
-    as few servers as hold them with at most so many on each, so that the others become empty; a
-    number that a server generates about as fast as one. None: turns stay where they are."""
-    packed_max_context_tokens: int | None = Field(None, gt=0)
-    """Of these, an episode whose prompt is longer stays where its prefix is cached. None: every
-    one moves."""
     max_body_mb: float = Field(8.0, gt=0)
     """Largest request of an agent, also after decompression; a larger one is refused with 413."""
     log_turns: bool = False
@@ -352,7 +345,6 @@ class Settings(Section):
                 'server; set trainer.is_colocated = true, or publish.transport="collective"'
             )
         self._refuse_server_contradictions()
-        self._refuse_idle_packing()
         if self.trainer.is_colocated and self.trainer.mode == "rl":
             self._refuse_colocation_contradictions()
         return self
@@ -373,36 +365,6 @@ class Settings(Section):
             raise ValueError(
                 "server.sglang.enable_memory_saver=false with trainer.is_colocated=true: the "
                 "servers would keep the memory that the trainer needs; leave it out"
-            )
-
-    def _refuse_idle_packing(self) -> None:
-        turns, tokens = self.router.packed_turns_per_server, self.router.packed_max_context_tokens
-        if turns is None:
-            if tokens is not None:
-                raise ValueError(
-                    f"router.packed_max_context_tokens={tokens} without "
-                    "router.packed_turns_per_server has no effect: nothing moves; set both, or "
-                    "leave it out"
-                )
-            return
-        num_servers = self.server.num_servers or len(self.server.urls)
-        if num_servers < 2:
-            raise ValueError(
-                f"router.packed_turns_per_server={turns} with {num_servers} servers has no effect: "
-                "there is no other to become empty; leave it out, or set server.num_servers to 2 "
-                "or more"
-            )
-        if turns > self.server.max_running_requests:
-            raise ValueError(
-                f"router.packed_turns_per_server={turns} is more than a server generates at once, "
-                f"server.max_running_requests={self.server.max_running_requests}; 2 to that is "
-                "allowed"
-            )
-        if tokens is not None and tokens >= self.model.max_context_tokens:
-            raise ValueError(
-                f"router.packed_max_context_tokens={tokens} with model.max_context_tokens="
-                f"{self.model.max_context_tokens} has no effect: no prompt is longer; leave it "
-                "out, or set less"
             )
 
     def _refuse_idle_scores(self) -> None:

@@ -78,9 +78,7 @@ class LiveEpisode:
         self.is_closed = False
         self.affinity = NO_AFFINITY
         if opening is not None:
-            self.affinity = Affinity(
-                opening.episode_id, opening.task_id, is_evaluation=opening.purpose == "eval"
-            )
+            self.affinity = Affinity(opening.episode_id, opening.task_id)
         self.last_server: str | None = None
         self.frozen_version: int | None = None
         """Which of the versions that servers keep it was given last, where it asks for any."""

@@ -105,7 +105,6 @@ def _add_control(
                     **msgspec.to_builtins(server.entry),
                     "num_in_flight": server.num_in_flight,
                     "num_failures": server.num_failures,
-                    "is_spare": pool.is_spare(server),
                 }
                 for server in pool.servers
             ]

@@ -137,7 +137,6 @@ class Generator:
                 affinity,
                 timeout_s=self._remaining(deadline),
                 policy_version=policy_version,
-                num_tokens=prompt.num_ids,
             )
             preferred, num_before = server.entry.server_id, len(generated.ids)
             version: int | None = None

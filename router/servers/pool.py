@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,7 +23,6 @@ from outloop.buffer.records import PolicyState, ServerEntry
 from outloop.buffer.writer import BufferWriter
 from outloop.router.errors import Refusal
 from outloop.router.servers.fair_queue import FairQueue, Ticket
-from outloop.router.servers.packing import Packing
 from outloop.router.timings import DEFAULT_TIMINGS, Timings
 
 REFRESH_S = 0.25
@@ -45,7 +44,6 @@ class Affinity:
 
     episode_id: str = ""
     task_id: str = ""
-    is_evaluation: bool = False
 
 
 NO_AFFINITY = Affinity()
@@ -88,7 +86,6 @@ class ServerPool:
         *,
         max_in_flight: int | None = None,
         goes_on_in_publish: bool = False,
-        packing: Packing | None = None,
         timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
         """Know no server.
@@ -96,9 +93,7 @@ class ServerPool:
         Args:
             max_in_flight: turns in flight at each server at once; more wait here.
             goes_on_in_publish: episodes may start while servers load the announced version.
-            packing: None: turns are placed on all servers, however few they are.
         """
-        self._packing = packing
         self._goes_on_in_publish = goes_on_in_publish
         self._buffer = buffer
         self._max_in_flight = max_in_flight
@@ -129,16 +124,6 @@ class ServerPool:
     def num_in_flight(self) -> int:
         """Turns that are being generated now."""
         return sum(server.num_in_flight for server in self._servers.values())
-
-    @property
-    def num_empty(self) -> int:
-        """Servers that may serve and have no turn of this process."""
-        return sum(s.num_in_flight == 0 and self._may_serve(s) for s in self._servers.values())
-
-    def is_spare(self, server: Server) -> bool:
-        """True while training's turns are packed on others."""
-        kept = self._packing.kept if self._packing is not None else frozenset()
-        return bool(kept) and server.entry.server_id not in kept and self._may_serve(server)
 
     @property
     def is_busy(self) -> bool:
@@ -202,9 +187,6 @@ class ServerPool:
     async def refresh(self) -> None:
         """Read the registry once."""
         state = await self._buffer.policy_state()
-        num_training = None
-        if self._packing is not None:
-            num_training = await self._buffer.count_training_attempts()
         self.state = state
         known = {entry.server_id for entry in state.servers}
         for gone in self._servers.keys() - known:
@@ -219,15 +201,6 @@ class ServerPool:
                 server.num_failures, server.suspended_until = 0, 0.0
             server.entry, server.policy_version = entry, entry.policy_version
         self._stop_clock()
-        if self._packing is not None and num_training is not None:
-            self._packing.observe(
-                [
-                    server_id
-                    for server_id, server in self._servers.items()
-                    if self._may_serve(server) and not server.num_failures
-                ],
-                num_training,
-            )
         self._changed.set()
         self._queue.serve(self._take)
 
@@ -284,29 +257,25 @@ class ServerPool:
         *,
         timeout_s: float,
         policy_version: int | None = None,
-        num_tokens: int = 0,
     ) -> Server:
         """The least loaded server that may serve, `preferred` if it is not much busier.
 
         Without a preferred one, the last that served the task, affinity prompt it may have cached.
         The caller gives it back with `release`. With `policy_version`, one that holds it. Turns
-        that wait are served in rotation of their episodes. Where turns are packed, a server that is
-        kept for training, or a spare one for evaluation; `num_tokens`: of the prompt.
+        that wait are served in rotation of their episodes.
 
         Raises:
             DeadlineExceeded: none could serve for `timeout_s`.
             Refusal: 404, no server holds `policy_version`.
         """
 
-        choose = partial(self._choose, preferred, affinity, policy_version, num_tokens)
+        choose = partial(self._choose, preferred, affinity, policy_version)
         server = choose() if not self._queue else None
         if server is not None:
             self._take(server)
         else:
             ticket = Ticket(affinity.episode_id, choose, policy_version)
             server = await self._wait_for_one(ticket, timeout_s)
-        if self._packing is not None and preferred in self._servers:
-            self._packing.note_turn(preferred, server.entry.server_id)
         if affinity.task_id and preferred is None:
             self._task_servers[affinity.task_id] = server.entry.server_id
             self._task_servers.move_to_end(affinity.task_id)
@@ -355,8 +324,6 @@ class ServerPool:
     def suspend(self, server: Server, reason: str) -> None:
         """Send nothing to a server that failed for a moment, longer each time."""
         server.num_failures += 1
-        if self._packing is not None:
-            self._packing.leave_out(server.entry.server_id)
         # No float holds what doubles a thousand times.
         pause_s = min(0.1 * 2 ** min(server.num_failures - 1, 8), _MAX_SUSPENDED_S)
         server.suspended_until = time.monotonic() + pause_s
@@ -399,58 +366,20 @@ class ServerPool:
         )
 
     def _choose(
-        self,
-        preferred: str | None,
-        affinity: Affinity,
-        policy_version: int | None,
-        num_tokens: int,
+        self, preferred: str | None, affinity: Affinity, policy_version: int | None
     ) -> Server | None:
+        """Return the least loaded server, or `preferred` with a few turns more."""
         if policy_version is not None and policy_version not in self.versions:
             raise VersionGone(policy_version)
-        if self._packing is not None and self._packing.kept and policy_version is None:
-            packed = self._choose_packed(self._packing, preferred, affinity, num_tokens)
-            if packed is not None:
-                return packed
         preferred = preferred or self._task_servers.get(affinity.task_id)
-        slack, limit = _AFFINITY_SLACK, self._max_in_flight
-        return self._least_loaded(self._servers.values(), preferred, policy_version, limit, slack)
-
-    def _choose_packed(
-        self, packing: Packing, preferred: str | None, affinity: Affinity, num_tokens: int
-    ) -> Server | None:
-        """One that is kept for training, a spare one for evaluation; None: they have no room."""
-        spare = [one for name, one in self._servers.items() if name not in packing.kept]
-        limit = self._max_in_flight
-        if affinity.is_evaluation:
-            return self._least_loaded(spare, preferred, None, limit, _AFFINITY_SLACK)
-        if not packing.may_move(num_tokens):
-            usual = [one for one in spare if one.entry.server_id == preferred]
-            if usual and (stays := self._least_loaded(usual, None, None, limit, 0)) is not None:
-                return stays
-        most = packing.turns_per_server if limit is None else min(packing.turns_per_server, limit)
-        kept = [one for name, one in self._servers.items() if name in packing.kept]
-        found = self._least_loaded(kept, preferred, None, most, most)
-        if found is None:
-            packing.note_full()
-        return found
-
-    def _least_loaded(
-        self,
-        servers: Iterable[Server],
-        preferred: str | None,
-        policy_version: int | None,
-        limit: int | None,
-        slack: int,
-    ) -> Server | None:
-        """Of those with fewer turns than `limit`; `preferred` with at most `slack` turns more."""
         now = time.monotonic()
         best: Server | None = None
         usual: Server | None = None
-        for server in servers:
+        for server in self._servers.values():
             number = server.num_in_flight
             if (
                 server.suspended_until <= now
-                and (limit is None or number < limit)
+                and (self._max_in_flight is None or number < self._max_in_flight)
                 and self._may_serve(server, policy_version)
             ):
                 if best is None or number < best.num_in_flight:
@@ -459,7 +388,7 @@ class ServerPool:
                     usual = server
         if usual is None or best is None:
             return best
-        return usual if usual.num_in_flight <= best.num_in_flight + slack else best
+        return usual if usual.num_in_flight <= best.num_in_flight + _AFFINITY_SLACK else best
 
 
 class VersionGone(Refusal):
