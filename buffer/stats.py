@@ -14,7 +14,6 @@ from outloop.buffer.limits import Limits
 from outloop.buffer.records import DropReason
 from outloop.buffer.redis.client import translated
 from outloop.buffer.store.ledger import Ledger
-from outloop.buffer.tasks.durations import rank_correlation, read_predictions
 from outloop.buffer.telemetry import ADMISSION_METRICS, DEPTH_CAUSES, LEDGER_COLUMNS, LEDGER_METRICS
 
 _COUNTERS: dict[str, tuple[str, str]] = {
@@ -142,8 +141,7 @@ def stats_from(
         pipeline.hgetall(f"{prefix}counters")
         for command, name, _ in _SIZES.values():
             getattr(pipeline, command)(f"{prefix}{name}")
-        pipeline.lrange(f"{prefix}predictions", 0, -1)
-        counters, *sizes, predictions = pipeline.execute()
+        counters, *sizes = pipeline.execute()
     stats = {name: float(counters.get(field.encode(), 0)) for name, (field, _) in _COUNTERS.items()}
     stats |= {name: float(size) for name, size in zip(_SIZES, sizes, strict=True)}
     for name, (beginning, _) in _SUMS.items():
@@ -167,7 +165,5 @@ def stats_from(
     stats["buffer/length/slow_share_ratio"] = slow.share_ratio
     stats["buffer/length/slow_lost_share"] = slow.lost_share
     stats["buffer/length/slow_lost_z"] = slow.z
-    pairs = read_predictions(predictions)
-    stats["buffer/length/rank_correlation"] = rank_correlation(pairs)
     stats["buffer/discarded_time_share"] = ledger.discarded_time_share()
     return stats

@@ -46,10 +46,6 @@ LEDGER_METRICS: dict[str, str] = {
     "buffer/length/slow_lost_share": "share of the slow attempts that ended, but did not reach the "
     "trainer in time",
     "buffer/length/slow_lost_z": "by how many standard errors that exceeds the share of the others",
-    "buffer/length/rank_correlation": "whether earlier attempts at a task say how long the next "
-    "ones take: Spearman's correlation of both, over the last 256 groups whose task was played "
-    "before; 1: they do, 0: not, or fewer than eight groups. buffer.task_order = "
-    '"longest_first" needs it high',
     "buffer/discarded_time_share": "share of the time of training attempts that ended which the "
     "trainer did not see",
     "buffer/length/ended_tokens": "mean number of tokens sampled in all that ended",

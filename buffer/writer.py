@@ -59,7 +59,6 @@ from outloop.buffer.store.refusal_notes import EpisodeUsage, RefusalNotes
 from outloop.buffer.store.sft import put_async
 from outloop.buffer.store.shards import AsyncShardedTurns
 from outloop.buffer.store.turns import AsyncListedTurns, AsyncTurnStore
-from outloop.buffer.tasks.durations import Candidate, longest_first, prompt_size, read_mean
 from outloop.buffer.tasks.mixture import Mixture, TaskSource
 from outloop.buffer.tasks.source_weights import encode_sources, encode_weights, load_mixture
 from outloop.buffer.tasks.validation import check_id, check_tasks, deadline_of
@@ -198,15 +197,10 @@ class BufferWriter:
         if not 1 <= count <= _MAX_CLAIM_COUNT:
             raise RecordError(f"count={count}; 1 to {_MAX_CLAIM_COUNT} are allowed")
         arguments = (key, count, _CLAIM_MEMORY_MS, runner_id, int(servers_are_busy))
-        rows: list[_ClaimRow] = []
-        window = 0
-        while not rows and window >= 0:
-            packed, reason, revision, window = await self._scripts.call(
-                "claim", *arguments, what="claiming tasks"
-            )
-            rows = list(msgspec.msgpack.decode(packed))
-            if window >= 0:
-                await self._open_window(window, await self._load_mixture(revision))
+        packed, reason, revision = await self._scripts.call(
+            "claim", *arguments, what="claiming tasks"
+        )
+        rows: list[_ClaimRow] = list(msgspec.msgpack.decode(packed))
         if not rows:
             why = reason.decode()
             return ClaimResult(claims=(), reason=why, retry_after_s=_WAITS_S[why])
@@ -494,31 +488,6 @@ class BufferWriter:
             seed = self._run.settings.run.seed
             self._mixture = await load_mixture(self._client, self._prefix, seed)
         return self._mixture[1]
-
-    async def _open_window(self, first: int, mixture: Mixture) -> None:
-        """Decide in which order a step's slots from `first` on are started."""
-        slots = range(first, first + self._run.settings.trainer.groups_per_step)
-        places = [mixture.task_index(slot) for slot in slots]
-        tasks = await self._load_tasks([f"tasks {place}".encode() for place in places])
-        sources = [mixture.source_of(place) for place in places]
-        with translated("reading the durations of tasks"):
-            async with self._client.pipeline(transaction=False) as pipeline:
-                pipeline.hmget(self._key("task_durations"), [task.task_id for task in tasks])
-                pipeline.hmget(self._key("source_durations"), sources)
-                of_tasks, of_sources = await pipeline.execute()
-        candidates = [
-            Candidate(
-                slot=slot,
-                expected_ms=read_mean(own or of_source),
-                prompt_size=prompt_size(task),
-                priority=mixture.priority_of(place),
-            )
-            for slot, place, task, own, of_source in zip(
-                slots, places, tasks, of_tasks, of_sources, strict=True
-            )
-        ]
-        what = f"opening the window from slot={first}"
-        await self._scripts.call("open_window", first, *longest_first(candidates), what=what)
 
     async def _load_tasks(self, names: Sequence[bytes]) -> list[Task]:
         missing = [name for name in dict.fromkeys(names) if name not in self._tasks]

@@ -114,12 +114,6 @@ KEYS: tuple[KeySpec, ...] = (
     KeySpec("last_take", "string", "until the next", "take", "answer to the last take, by token"),
     KeySpec("wake", "list", _RUN, "close", "at most one token: enough groups are ready"),
     KeySpec("replay", "zset", _RUN, "recover, resolve_dead_letter", "slots to be played again"),
-    KeySpec("window", "zset", _RUN, "open_window", "slots to be started next, by their place"),
-    KeySpec(
-        "task_durations", "hash", _RUN, "scripts", "task -> mean of its attempts in ms, number"
-    ),
-    KeySpec("source_durations", "hash", _RUN, "scripts", "source -> mean in ms, number"),
-    KeySpec("predictions", "list", _RUN, "scripts", "ms predicted and taken, the last 256 groups"),
     KeySpec("trained_slots", "zset", "last marks", "acknowledge", "slots by their mark's version"),
     KeySpec("marks", "zset", "last marks", "acknowledge", "versions of the last checkpoint marks"),
     KeySpec(

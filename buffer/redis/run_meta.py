@@ -102,7 +102,6 @@ def script_rules(settings: Settings) -> dict[str, int | str]:
         "pipeline_depth": str(buffer.pipeline_depth),
         "over_provision_ppm": round(buffer.over_provision * 1e6),
         "max_staleness": buffer.max_staleness,
-        "task_order": buffer.task_order,
         "max_replacements": env.max_replacements,
         "max_resumptions": env.max_resumptions,
         "max_replaced_ppm": round(env.max_replaced_share * 1e6),

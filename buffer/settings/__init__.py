@@ -305,12 +305,6 @@ class Settings(Section):
                 "buffer.group_size=1 with trainer.groups_per_step=1 leaves an episode nothing to "
                 "be compared with; set trainer.groups_per_step to 2 or more"
             )
-        if self.buffer.task_order != "slot" and self.trainer.groups_per_step == 1:
-            raise ValueError(
-                f'buffer.task_order="{self.buffer.task_order}" with trainer.groups_per_step=1 has '
-                "no effect: it orders the groups of one step; leave it out, or set "
-                "groups_per_step to 2 or more"
-            )
         self._refuse_idle_scores()
         self._refuse_wrong_teacher()
         self._refuse_unknown_support()

@@ -77,12 +77,6 @@ class BufferSettings(Section):
     priority_window: int = Field(64, ge=1, le=4096)
     """Of so many consecutive slots, those of tasks with a higher priority are played first, so that
     none waits longer than a window; 1: in task order."""
-    task_order: Literal["slot", "longest_first"] = "slot"
-    """Which of trainer.groups_per_step groups that follow each other start first. slot: as tasks
-    come. longest_first: those of tasks whose attempts take longest, as earlier ones did; of a task
-    that was not played yet, as those of its source; where no duration is known, the longest prompt.
-    A higher priority goes before. Each epoch plays the same tasks. It helps where fewer episodes
-    run at once than belong to a batch, and buffer/length/rank_correlation is high."""
     drop_zero_signal: bool = True
     """Drop groups whose rewards are all equal (drop_reason no_signal)."""
     filter_path: str | None = None

@@ -214,7 +214,7 @@ def play_on(
     """Plays."""
 
     async def play(url: str, look: Callable[[str], object] = lambda tag: None) -> str:
-        changes = {"buffer__group_deadline_s": 60, "buffer__task_order": "longest_first"}
+        changes = {"buffer__group_deadline_s": 60}
         on_shards = {"buffer__redis_url": "redis+cluster://localhost", "buffer__shards": 3}
         run = make_run(url, **changes, **on_shards)
         writer, reader = await connect_faces(run)

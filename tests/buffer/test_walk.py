@@ -1,7 +1,6 @@
 """Random interleavings of everything, with crashes: each slot is trained once in the lineage."""
 
 import asyncio
-import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +108,7 @@ def test_no_sequence_of_calls_breaks_an_invariant(
     connect_faces: Callable[..., Any],
 ) -> None:
     """Open, turn, reward, close, take, acknowledge, expire in any order, each with its repeats."""
-    names, orders = iter(range(10**6)), itertools.cycle(["slot", "longest_first"])
+    names = iter(range(10**6))
 
     async def begin() -> Walk:
         run = make_run(
@@ -117,7 +116,6 @@ def test_no_sequence_of_calls_breaks_an_invariant(
             run__name=f"m{next(names)}",
             run__dir="runs",
             buffer__max_staleness=Machine.MAX_STALENESS,
-            buffer__task_order=next(orders),
             buffer__group_deadline_s=120,
             buffer__lease_s=60,
             env__episode_deadline_s=30,

@@ -93,7 +93,6 @@ def settings_of(choices: random.Random, folder: Path, model: Path, num_steps: in
                 "over_provision": choices.choice([1.0, 1.0, 1.5]),
                 "lease_s": 30.0,
                 "group_deadline_s": 60.0,
-                "task_order": choices.choice(["slot", "longest_first"]),
             },
             "trainer": {
                 "num_steps": num_steps,

@@ -139,7 +139,6 @@ def settings_of(level: Level, folder: Path, model: Path) -> Settings:
                 "group_size": GROUP_SIZE,
                 "max_staleness": level.max_staleness,
                 "over_provision": OVER_PROVISION if level.is_partial else 1.0,
-                "task_order": "longest_first" if level.is_partial else "slot",
                 "drop_zero_signal": False,
             },
             "trainer": {

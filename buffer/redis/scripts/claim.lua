@@ -4,8 +4,7 @@
 -- ARGV[2]  idempotency key   ARGV[3] count   ARGV[4] how long the key is remembered, ms
 -- ARGV[5]  runner that sends heartbeats, or '': then the attempts have their deadlines alone
 -- ARGV[6]  1 if turns wait for room on the servers
--- Returns  {'ok', claims, reason, revision of the weights, first slot of the window that is to be
---          opened (open_window) before more groups start, or -1}; claims is MessagePack
+-- Returns  {'ok', claims, reason, revision of the weights}; claims is MessagePack
 --          [[purpose, group_id or eval name, attempt, slot or index of the evaluation task,
 --          sampling JSON or '', episode that the attempt resumes or ''], ...];
 --          reason is empty if there are claims.
@@ -16,7 +15,7 @@ local done_key = key('claim:' .. ARGV[2])
 local revision = number(redis.call('HGET', STATE, 'weights_revision')) or 0
 local before = redis.call('GET', done_key)
 if before then
-  return {'ok', before, '', revision, -1}
+  return {'ok', before, '', revision}
 end
 sweep()
 
@@ -87,17 +86,13 @@ local function is_eval_urgent()
     or (number(e[2]) or 0) < (number(redis.call('HGET', STATE, 'acknowledged')) or 0)
 end
 
--- A slot that is played again, one of the window that is open, or the next one; nil: a window is to be
--- opened. The window goes first also where task_order was changed since it was opened.
+-- A slot that is played again, or the next one.
 local function next_slot()
-  for _, waiting in ipairs({REPLAY, WINDOW}) do
-    local slot = redis.call('ZRANGE', waiting, 0, 0)[1]
-    if slot then
-      redis.call('ZREM', waiting, slot)
-      return slot
-    end
+  local slot = redis.call('ZRANGE', REPLAY, 0, 0)[1]
+  if slot then
+    redis.call('ZREM', REPLAY, slot)
+    return slot
   end
-  if rules.longest_first then return nil end
   return tostring(redis.call('HINCRBY', STATE, 'cursor', 1) - 1)
 end
 
@@ -113,7 +108,6 @@ local function mint_group()
     return nil, 'admission'
   end
   local slot = next_slot()
-  if not slot then return nil, 'window' end
   redis.call('HINCRBY', STATE, 'admitted', 1)
   local group_id = 'g' .. slot .. '-' .. redis.call('HINCRBY', STATE, 'minted', 1)
   local begin = depth_of(redis.call('HGET', STATE, 'acknowledged'))
@@ -158,19 +152,16 @@ local claims, reason = {}, refusal()
 while not reason and #claims < tonumber(ARGV[3]) do
   local claim = is_eval_urgent() and next_eval() or nil
   if not claim then claim, reason = next_train() end
-  if reason == 'window' then break end
   if not claim then
     claim = next_eval()
     if claim then reason = nil end
   end
   claims[#claims + 1] = claim
 end
-local window = -1
-if reason == 'window' then window = number(redis.call('HGET', STATE, 'cursor')) or 0 end
 if #claims == 0 then
-  return {'ok', cmsgpack.pack({}), reason or '', revision, window}
+  return {'ok', cmsgpack.pack({}), reason or '', revision}
 end
 if has_heartbeat then redis.call('ZADD', RUNNERS, now, ARGV[5]) end
 local packed = cmsgpack.pack(claims)
 redis.call('SET', done_key, packed, 'PX', ARGV[4])
-return {'ok', packed, '', revision, window}
+return {'ok', packed, '', revision}

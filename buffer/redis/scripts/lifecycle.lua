@@ -10,7 +10,7 @@
 local given = redis.call('HMGET', KEYS[1], 'group_size', 'groups_per_step', 'max_staleness',
   'max_replacements', 'attempt_ms', 'group_ms', 'lease_ms', 'gives_claims',
   'max_replaced_ppm', 'incomplete', 'pipeline_depth', 'max_resumptions', 'max_silence_ms',
-  'over_provision_ppm', 'task_order', 'shards')
+  'over_provision_ppm', 'shards')
 local rules = {
   group_size = tonumber(given[1]), groups_per_step = tonumber(given[2]),
   max_staleness = tonumber(given[3]), max_replacements = tonumber(given[4]),
@@ -19,8 +19,7 @@ local rules = {
   max_replaced_share = (tonumber(given[9]) or 1000000) / 1000000,
   incomplete = given[10] or 'train', pipeline_depth = given[11],
   max_resumptions = tonumber(given[12]) or 0, max_silence_ms = tonumber(given[13]) or 0,
-  over_provision_ppm = tonumber(given[14]), longest_first = given[15] == 'longest_first',
-  is_sharded = (given[16] or '0') ~= '0',
+  over_provision_ppm = tonumber(given[14]), is_sharded = (given[15] or '0') ~= '0',
 }
 local now = tonumber(ARGV[1])
 if now == 0 then
@@ -35,12 +34,8 @@ local SWEEP_LIMIT = 256
 -- Dead letters kept, and how many of the newest keep their episodes.
 local MAX_DEAD_LETTERS, MAX_WHOLE_DEAD_LETTERS = 256, 16
 local MAX_FAILED = 64
--- Over how many attempts the means of durations go, about, and how many predictions are kept.
-local TASK_MEMORY, SOURCE_MEMORY, MAX_PREDICTIONS = 16, 256, 256
 
 local STATE, OPEN, REPLAY = key('state'), key('open'), key('replay')
-local WINDOW, PREDICTIONS = key('window'), key('predictions')
-local TASK_DURATIONS, SOURCE_DURATIONS = key('task_durations'), key('source_durations')
 local GROUPS, FILL, GROUP_DEADLINES = key('groups'), key('fill'), key('group_deadlines')
 local READY, READY_DEPTHS, LEASES = key('ready'), key('ready_depths'), key('leases')
 local OPEN_DEPTHS = key('open_depths')
@@ -359,29 +354,6 @@ local function make_ready(group_id)
   end
 end
 
--- A mean duration of attempts, ms, after `num` more of the mean `ms`: that of all, until they are
--- `memory`; then newer ones weigh more and older ones fade. As next_mean() of tasks/durations.py.
-local function note_duration(hash, field, ms, num, memory)
-  local before = redis.call('HGET', hash, field)
-  local mean, total = string.match(before or '0 0', '^(%d+) (%d+)$')
-  total = math.min(tonumber(total) + num, math.max(memory, num))
-  mean = tonumber(mean)
-  mean = math.floor(mean + (ms - mean) * num / total + 0.5)
-  redis.call('HSET', hash, field, string.format('%.0f %d', mean, total))
-end
-
--- What the scored attempts of a group say of how long its task takes, and what was said before.
-local function note_durations(g)
-  local f = redis.call('HMGET', g, 'task_id', 'source', 'ledger:ms', 'ledger:n', 'predicted_ms')
-  local num, ms = tonumber(f[4]), f[3] / f[4]
-  note_duration(TASK_DURATIONS, f[1], ms, num, TASK_MEMORY)
-  note_duration(SOURCE_DURATIONS, f[2] or '', ms, num, SOURCE_MEMORY)
-  if f[5] then
-    redis.call('RPUSH', PREDICTIONS, string.format('%s %.0f', f[5], ms))
-    redis.call('LTRIM', PREDICTIONS, -MAX_PREDICTIONS, -1)
-  end
-end
-
 -- Returns the group's id if it is ready now, nil if it had to be dropped.
 local function seal_group(group_id)
   local g = group_key(group_id)
@@ -406,7 +378,6 @@ local function seal_group(group_id)
   end
   redis.call('HSET', g, 'sealed_at', now)
   count('sealed')
-  note_durations(g)
   make_ready(group_id)
   return group_id
 end

@@ -39,8 +39,6 @@ local function open_one(episode_id, member, task_id, source_name, identity, open
     end
     if not task then
       redis.call('HSET', owner_key, 'task_id', task_id, 'source', source_name)
-      local known = string.match(redis.call('HGET', TASK_DURATIONS, task_id) or '', '^%d+')
-      if known then redis.call('HSET', owner_key, 'predicted_ms', known) end
     end
   end
   redis.call('HSET', e, 'identity', identity, 'member', member, 'task_id', task_id,

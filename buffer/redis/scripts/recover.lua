@@ -4,7 +4,7 @@
 -- ARGV[4]  its next_slot   ARGV[5..] its group ids
 -- Returns  {'ok', highest policy_version ever issued or -1}; fence.
 -- Keeps    afterwards every slot below the cursor is in a surviving mark, held by one live group, in
---          `replay` or `window`, or was dropped with a reason; no live group holds a token of an abandoned
+--          `replay`, or was dropped with a reason; no live group holds a token of an abandoned
 --          version; live groups are within admission; without a checkpoint no dead letter has a slot; no version is announced, so nothing is claimed before the next publish.
 
 allow_when_full()
@@ -32,7 +32,6 @@ for i = 5, #ARGV do
   local slot = string.match(ARGV[i], '^g(%d+)-')
   if slot then
     redis.call('ZREM', REPLAY, slot)
-    redis.call('ZREM', WINDOW, slot)
   end
   local state = redis.call('HGET', group_key(ARGV[i]), 'state')
   if state and state ~= 'dropped' and state ~= 'acknowledged' then
@@ -106,7 +105,7 @@ if mark then
   redis.call('HSET', STATE, 'cursor', math.max(cursor, tonumber(ARGV[4])))
   redis.call('HSET', STATE, 'republished', mark)
 else
-  redis.call('DEL', key('trained_slots'), key('marks'), REPLAY, WINDOW)
+  redis.call('DEL', key('trained_slots'), key('marks'), REPLAY)
   for _, group_id in ipairs(redis.call('LRANGE', DEAD, 0, -1)) do
     redis.call('HSET', dead_letter_key(group_id), 'slot', '')
   end
