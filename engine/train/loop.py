@@ -35,6 +35,7 @@ from outloop.engine.train.data.teacher_context import TeacherContexts
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.evaluation import Evaluations
 from outloop.engine.train.interfaces import LeaseRenewer, Publisher, Reader
+from outloop.engine.train.no_signal import SignalWatch
 from outloop.engine.train.publishing import Publishing, PublishingBeside, PublishingWithin
 from outloop.engine.train.ranks.controller import RankController
 from outloop.engine.train.ranks.copied_weights import CopiedWeights
@@ -148,7 +149,7 @@ class RlLoop:
         """How old tokens of this step may be."""
         self._filtered: dict[str, str] = {}
         """The answer of the user's filter for each group of this step."""
-        self._steps_without_signal = 0
+        self._signal = SignalWatch(run.settings, run.dir)
         self._low_reward = run.settings.env.failure_reward
         """The next warning of rewards below that of failing is of one below this."""
         self._reference_hash = ""
@@ -171,7 +172,7 @@ class RlLoop:
                 break
             taken_at = time.monotonic()
             batch = self._refill(leases, self._build(leases))
-            self._warn_without_signal(batch)
+            self._warn_without_signal(batch, leases)
             batch.metrics.update(
                 self._curriculum.follow([lease.group for lease in leases], step=self._step + 1)
             )
@@ -663,16 +664,9 @@ class RlLoop:
             "the lowest reward that the verifier can give.",
         )
 
-    def _warn_without_signal(self, batch: Batch) -> None:
-        has_any = batch.metrics["train/groups_with_signal_share"] > 0
-        self._steps_without_signal = 0 if has_any else self._steps_without_signal + 1
-        limit = self._settings.telemetry.no_signal_warning_steps
-        if self._steps_without_signal and self._steps_without_signal % limit == 0:
-            sentence = (
-                f"all rewards were equal in every group for {self._steps_without_signal} steps "
-                f"(mean reward {batch.metrics['train/reward_mean']:.3f}): nothing is learned. "
-                "Check the verifier, make tasks easier or harder, or raise buffer.group_size."
-            )
+    def _warn_without_signal(self, batch: Batch, leases: Sequence[Lease]) -> None:
+        sentence = self._signal.look(batch, [lease.group for lease in leases])
+        if sentence:
             _log.warning("no_signal", sentence=sentence)
             self._report(warning=sentence)
 

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from outloop.buffer.errors import (
     Conflict,
@@ -25,7 +26,7 @@ from outloop.buffer.errors import (
     RecordError,
     SettingsError,
 )
-from outloop.buffer.records import Claim, FailureKind, Outcome, Reward, Task
+from outloop.buffer.records import Claim, FailureKind, Outcome, Refusals, Reward, Task
 from outloop.buffer.tasks.mixture import TaskSource
 
 _ATTEMPT_TIMEOUT_S = 60.0
@@ -202,12 +203,16 @@ class RouterClient:
         )
         return bool(answer.get("counted", True))
 
-    async def count_turns(self, episode_id: str) -> int | None:
-        """The number of model calls of an episode; None if the router does not know it."""
+    async def read_calls(self, episode_id: str) -> tuple[int, Refusals] | None:
+        """The number of an episode's turns and the calls that were refused; None if the router does
+        not know it."""
         assert self._session is not None, "use `async with RouterClient(...)`"
         try:
             async with self._session.get(f"{self.url}/episodes/{episode_id}") as response:
-                return len((await response.json())["turns"]) if response.status == 200 else None
+                if response.status != 200:
+                    return None
+                found = await response.json()
+                return len(found["turns"]), msgspec.convert(found["refusals"], Refusals)
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return None
 

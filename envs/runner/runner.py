@@ -145,6 +145,7 @@ class Runner:
         self._has_warning = asyncio.Event()
         self._num_bad_rewards = 0
         self._num_silent: int | None = 0
+        self._has_said_refused = False
         """Completed episodes without a model call so far; None once one has made a call."""
         self._backoff_s = 0.0
         self._runner_id = uuid.uuid4().hex
@@ -329,25 +330,40 @@ class Runner:
             self._has_warning.set()
 
     async def _refuse_silence(self, ending: EpisodeResult, episode_id: str) -> None:
-        """Stop if the agent never calls the policy.
+        """Stop if the agent never calls the policy, or the router refuses every call; warn of the
+        first episode with refused calls alone.
 
         Raises:
-            SettingsError: none of the first completed episodes made a model call.
+            SettingsError: none of the first completed episodes has a turn.
         """
         if self._num_silent is None or ending.outcome != "completed":
             return
-        num_turns = await self._router.count_turns(episode_id)
-        if num_turns or self._num_silent is None:
+        calls = await self._router.read_calls(episode_id)
+        if calls is None or self._num_silent is None:
+            return
+        num_turns, refusals = calls
+        if num_turns:
             self._num_silent = None
             return
-        self._num_silent += num_turns == 0
+        self._num_silent += 1
+        sentence = ""
+        if refusals.counts:
+            code = max(refusals.counts, key=refusals.counts.__getitem__)
+            sentence = (
+                f"the router refused every call of the first {self._num_silent} episodes: {code}: "
+                f"{refusals.last}"
+            )
         if self._num_silent >= _NUM_SILENT:
             raise SettingsError(
-                f"none of the first {self._num_silent} episodes made a model call through outloop, "
-                "so there is nothing to train: the agent uses another endpoint or none. "
+                sentence
+                or f"none of the first {self._num_silent} episodes made a model call through "
+                "outloop, so there is nothing to train: the agent uses another endpoint or none. "
                 "Let it use episode.client or episode.base_url with episode.api_key; a program "
                 "reads OPENAI_BASE_URL and OPENAI_API_KEY from its environment"
             )
+        if sentence and not self._has_said_refused:
+            self._has_said_refused = True
+            self._warn("calls_refused", sentence)
 
     async def _send_heartbeats(self) -> None:
         """Send heartbeats while this event loop runs; warnings are sent at once."""

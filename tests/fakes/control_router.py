@@ -68,6 +68,8 @@ class FakeRouter:
         self.trajectory_calls: dict[str, bool] = {}
         self.num_chat_calls = 0
         self.turns: Counter[str] = Counter()
+        self.refused_calls: dict[str, Any] = {"counts": {}, "last": ""}
+        """What every episode is said to have been refused."""
         self.counts_turns = False
         """False: every episode is said to have made a model call."""
         self.health_status = 200
@@ -204,7 +206,7 @@ class FakeRouter:
         if refusal := self._refuse(request):
             return refusal
         num_turns = self.turns[request.match_info["id"]] if self.counts_turns else 1
-        return web.json_response({"turns": [{}] * num_turns})
+        return web.json_response({"turns": [{}] * num_turns, "refusals": self.refused_calls})
 
     async def _put_trajectories(self, request: web.Request) -> web.Response:
         if refusal := self._refuse(request):

@@ -211,7 +211,7 @@ def test_equal_rewards_for_several_steps_are_a_warning(setup: MakeRun) -> None:
     with structlog.testing.capture_logs() as logs:
         made.train()
     (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
-    assert "equal in every group for 2 steps" in warning["sentence"]
+    assert "learned in 2 steps: all rewards were equal in every group" in warning["sentence"]
     assert [value for kind, value in made.events if kind == "drop"] == ["no_signal"] * 16
 
 

@@ -212,6 +212,19 @@ async def test_scores_that_the_router_refuses_do_not_stop_the_run(
     assert router.closed("outcome").count("completed") == 3
 
 
+async def test_an_agent_whose_calls_are_all_refused_stops_the_run_with_the_cause(
+    router: Any, play_with: PlayWith
+) -> None:
+    """The first such episode is a warning with the router's words, 32 of them end the run."""
+    router.num_episodes = 80
+    router.counts_turns = True
+    router.refused_calls = {"counts": {"tools_refused": 2, "too_long": 3}, "last": "785 > 512"}
+    words = "the router refused every call of the first {} episodes: too_long: 785 > 512"
+    with pytest.raises(SettingsError, match=words.format(32)):
+        await play_with(router, "async def play(task, episode):\n    return 0.0\n")
+    assert words.format(1) in router.warnings
+
+
 async def test_an_agent_that_talks_to_another_endpoint_stops_the_run(
     router: Any, play_with: PlayWith
 ) -> None:
