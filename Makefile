@@ -226,7 +226,7 @@ $(CLIENTS)/.installed: Makefile
 	touch $@
 
 test-clients: $(STAMP) $(CLIENTS)/.installed
-	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node_modules OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen OUTLOOP_CLAUDE=$(CURDIR)/$(CLIENTS)/node_modules/.bin/claude OUTLOOP_JS_TIKTOKEN=$(CURDIR)/$(CLIENTS)/node_modules/js-tiktoken $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/router/test_families.py tests/examples/test_third_party.py tests/examples/test_software.py
+	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node_modules OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen OUTLOOP_CLAUDE=$(CURDIR)/$(CLIENTS)/node_modules/.bin/claude OUTLOOP_JS_TIKTOKEN=$(CURDIR)/$(CLIENTS)/node_modules/js-tiktoken $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/router/test_offers.py tests/router/test_families.py tests/examples/test_third_party.py tests/examples/test_software.py
 
 # A real OpenEnv server, a real verifiers environment and real servers of NeMo-Gym, whose packages need hundreds of
 # megabytes that we do not, and pins that contradict ours: an environment for each.

@@ -266,7 +266,9 @@ async def serve_reward_model(
             key=key,
         )
         with socket.create_server((host, port)) as listener:
-            server = uvicorn.Server(uvicorn.Config(served.app, log_config=None, lifespan="off"))
+            server = uvicorn.Server(
+                uvicorn.Config(served.app, http="h11", ws="none", log_config=None, lifespan="off")
+            )
             scoring = asyncio.create_task(served.run())
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             on_ready(f"http://{host}:{listener.getsockname()[1]}")

@@ -1,9 +1,9 @@
 """Clients' connections: uvicorn's, bounded where it has no bounds.
 
 Owns: how much a client may send that is no body, how long it may take to send a request's head, and
-how long it may leave an answer unread. Does not own: HTTP (uvicorn), bodies (endpoint). Invariant:
-only callbacks of asyncio, of the parser and of an answer's end are overridden, and each calls
-uvicorn's.
+how long it may leave an answer unread; declining offers of other protocols. Does not own: HTTP
+(uvicorn), bodies (endpoint). Invariant: only callbacks of asyncio, of the parser and of an answer's
+end are overridden, and each calls uvicorn's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 _EXTENSION = "outloop.connection"
@@ -20,6 +21,37 @@ _MAX_HEAD_BYTES = 256 * 1024
 _MAX_FRAMING = 8
 """A chunked body may come with so many times its own bytes around it."""
 _MIN_READ_BYTES = 64 * 1024
+
+
+class _Parser(httptools.HttpRequestParser):
+    """Reads requests of a connection; none leads to another protocol.
+
+    httptools takes what follows a head with `Upgrade` for the other protocol, and would lose the
+    body. A server may ignore the offer (RFC 9110, 7.8): such a head is read again without it.
+    """
+
+    def __init__(self, connection: ClientConnection) -> None:
+        super().__init__(connection)
+        self._connection = connection
+        # As uvicorn's.
+        self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def feed_data(self, data: Any) -> None:
+        """Read more of the connection.
+
+        Raises:
+            httptools.HttpParserError: it is no HTTP, or asks for a tunnel.
+        """
+        parser, left = self, memoryview(data)
+        while True:
+            try:
+                super(_Parser, parser).feed_data(left)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                left = left[offer.args[0] :]
+                head = self._connection.head_without_offer()
+                parser = self._connection.parser = _Parser(self._connection)
+                super(_Parser, parser).feed_data(head)
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -34,6 +66,7 @@ class ClientConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As uvicorn's; who never says anything is not waited for."""
         super().connection_made(transport)
+        self.parser = _Parser(self)
         self.is_lost = False
         self._is_between_requests = True
         self._is_in_head = False
@@ -75,9 +108,10 @@ class ClientConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is here."""
+        """The head is here; one that offers another protocol is read again."""
         self._is_in_head = self._is_between_requests = False
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body is here."""
@@ -87,12 +121,28 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """All of the request is here."""
+        if self.parser.should_upgrade():
+            return
         self._is_between_requests = True
         self._has_begun_to_arrive()
         super().on_message_complete()
         if not self.pipeline:
             # uvicorn reads on when it is asked for more, and a client that leaves is to be noticed.
             self.flow.resume_reading()
+
+    def head_without_offer(self) -> bytes:
+        """The head that was read last, without the protocol that it offers.
+
+        Raises:
+            httptools.HttpParserError: it asks for a tunnel.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            raise httptools.HttpParserError("no tunnels are served")
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += (b"%b: %b" % pair for pair in self.headers if pair[0] != b"upgrade")
+        return b"\r\n".join([*lines, b"", b""])
 
     def pause_writing(self) -> None:
         """The client does not read as fast as it is sent; it is not waited for without end."""

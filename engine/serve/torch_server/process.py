@@ -140,7 +140,8 @@ async def _serve_app(
     server = _Uvicorn(
         uvicorn.Config(
             app,
-            http="httptools",
+            # httptools loses the bodies of requests that offer another protocol.
+            http="h11",
             ws="none",
             lifespan="off",
             log_config=None,

@@ -72,6 +72,11 @@ def serve_page(
     with listener:
         on_ready(f"http://{host}:{listener.getsockname()[1]}/")
         config = uvicorn.Config(
-            create_app(runs, key), log_level="warning", access_log=False, server_header=False
+            create_app(runs, key),
+            http="h11",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
         )
         uvicorn.Server(config).run(sockets=[listener])
