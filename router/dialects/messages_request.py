@@ -16,6 +16,7 @@ from outloop.router.dialects.base import Message, ToolCall, TurnRequest
 from outloop.router.errors import Refusal
 
 _BETWEEN_TEXTS = "\n"
+_BILLING = "x-anthropic-billing-header:"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -140,8 +141,9 @@ def decode_count(body: bytes) -> TurnRequest:
 def _messages(asked: MessagesRequest | CountRequest) -> tuple[Message, ...]:
     _refuse_state(asked)
     messages = []
-    if asked.system:
-        messages.append(Message("system", _text("system", asked.system)))
+    system = _system(asked.system)
+    if system:
+        messages.append(Message("system", system))
     if not asked.messages:
         fields.refuse("messages", "messages=[]; at least one is needed")
     for index, message in enumerate(asked.messages):
@@ -158,6 +160,22 @@ def _messages(asked: MessagesRequest | CountRequest) -> tuple[Message, ...]:
                 f"{where}.role={message.role!r}; allowed: user, assistant, system",
             )
     return tuple(messages)
+
+
+def _system(system: str | list[Block] | None) -> str:
+    """The system prompt without the line that Claude Code puts there for Anthropic's servers: it
+    differs in each request, so that no prompt would begin as the one before."""
+    if isinstance(system, list):
+        blocks = [_without_billing(_text_of("system", block)) for block in system]
+        return _BETWEEN_TEXTS.join(text for text in blocks if text is not None)
+    return _without_billing(system or "") or ""
+
+
+def _without_billing(text: str) -> str | None:
+    """`text` without the line; None: nothing else was in it."""
+    if not text.startswith(_BILLING):
+        return text
+    return text.partition("\n")[2] or None
 
 
 def _refuse_state(asked: MessagesRequest | CountRequest) -> None:

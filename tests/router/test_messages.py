@@ -264,3 +264,49 @@ async def test_state_that_is_stored_elsewhere_is_refused(stage, client, state) -
     if name == "thread":
         expected = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
         assert error["details"] == expected
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=sdk-cli; cch=36ee5;"
+
+
+@pytest.mark.parametrize(
+    ("system", "text"),
+    [
+        ([BILLING, "You are Claude Code."], "You are Claude Code."),
+        ([f"{BILLING}\nYou are Claude Code."], "You are Claude Code."),
+        (["You are Claude Code.", BILLING], "You are Claude Code."),
+        ([BILLING], None),
+        (BILLING, None),
+        (f"{BILLING}\nYou are Claude Code.", "You are Claude Code."),
+        (["Say x-anthropic-billing-header: no.", ""], "Say x-anthropic-billing-header: no.\n"),
+    ],
+)
+def test_what_claude_code_tells_anthropic_is_no_part_of_the_prompt(system, text) -> None:
+    """The line differs in each request."""
+    blocks = (
+        [{"type": "text", "text": one} for one in system] if isinstance(system, list) else system
+    )
+    decoded = decode({"role": "user", "content": "hi"}, system=blocks)
+    expected = [] if text is None else [Message("system", text)]
+    assert list(decoded.messages) == [*expected, Message("user", "hi")]
+    count = {"model": "policy", "system": blocks, "messages": HI["messages"]}
+    counted = messages_request.decode_count(json.dumps(count).encode())
+    assert counted.messages == decoded.messages
+
+
+async def test_claude_codes_turns_stay_one_branch(stage, client) -> None:
+    """Though the line before its prompt is another one each time."""
+    messages = []
+    for number in range(3):
+        messages.append({"role": "user", "content": "go on"})
+        stage.says("fine")
+        system = [BILLING.replace("36ee5", str(number)), "You are Claude Code."]
+        answer = await client.messages.create(
+            model="policy",
+            max_tokens=64,
+            messages=messages,
+            system=[{"type": "text", "text": text} for text in system],
+        )
+        messages.append({"role": "assistant", "content": answer.content})
+    causes = [turn.branch_cause for turn in stage.turns(client.episode)]
+    assert causes == ["root", "extension", "extension"]
