@@ -128,7 +128,7 @@ class Parts:
                 settings.model.name,
                 self.pool,
                 settings.router.upstreams,
-                has_frozen=settings.server.num_frozen > 0,
+                is_kept=settings.server.keeps if settings.server.num_frozen else None,
                 timeout_s=turn_s,
             ),
             Upstreams(http, upstreams, self.metrics, timeout_s=settings.router.turn_timeout_s),

@@ -7,13 +7,13 @@ in the table is refused; nothing but the policy is ever recorded for training.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NoReturn
 
 from outloop.buffer.errors import DeadlineExceeded
 from outloop.router.episodes.episode import LiveEpisode
 from outloop.router.errors import Refusal
-from outloop.router.servers.pool import ServerPool
+from outloop.router.servers.pool import ServerPool, version_away
 
 _VERSION_MARK = "@"
 _FROZEN = "frozen"
@@ -29,17 +29,19 @@ class ModelTable:
         pool: ServerPool,
         upstreams: Collection[str] = (),
         *,
-        has_frozen: bool = False,
+        is_kept: Callable[[int], bool] | None = None,
         timeout_s: float = 0.0,
     ) -> None:
         """Args:
-        has_frozen: there are servers that keep versions through publishes.
+        is_kept: whether a version is one of those that servers keep through publishes; None:
+            there are no such servers.
         timeout_s: how long a request waits for the first of them, or while one changes its version.
         """
         self._policy = policy
         self._pool = pool
         self._upstreams = tuple(upstreams)
-        self._frozen = f"{policy}{_VERSION_MARK}{_FROZEN}" if has_frozen else ""
+        self._frozen = f"{policy}{_VERSION_MARK}{_FROZEN}" if is_kept is not None else ""
+        self._is_kept = is_kept or (lambda version: False)
         self._timeout_s = timeout_s
 
     def is_any_frozen(self, name: str) -> bool:
@@ -77,22 +79,28 @@ class ModelTable:
         """The version that `name` asks for; None for whichever the run is at.
 
         Raises:
-            Refusal: 404, it is no name of the policy, or no server holds that version.
+            Refusal: 404, it is no name of the policy, or no server holds that version; 503, a
+                server that keeps such versions loads it, or left it for a newer one.
         """
         if name == self._policy:
             return None
         policy, mark, version = name.rpartition(_VERSION_MARK)
         if policy != self._policy or not mark or not version.isdecimal():
             self._refuse(name, "is not served")
-        if int(version) not in self._pool.versions:
+        number = int(version)
+        if number not in self._pool.versions:
+            state = self._pool.state
+            newest = state.announced_version if state is not None else None
+            if newest is not None and number <= newest and self._is_kept(number):
+                raise version_away(number)
             self._refuse(name, "is held by no server")
-        return int(version)
+        return number
 
     def check(self, name: str) -> None:
         """Refuse a name that a request could not ask for.
 
         Raises:
-            Refusal: 404.
+            Refusal: 404 or 503.
         """
         if name not in self._upstreams and not self.is_any_frozen(name):
             self.version_of(name)

@@ -401,3 +401,17 @@ class VersionGone(Refusal):
             f"policy_version={policy_version} is held by no server any more; leave the version out",
             param="model",
         )
+
+
+def version_away(policy_version: int) -> Refusal:
+    """The refusal of a version that servers keep and none holds now.
+
+    A client may repeat it, and an episode that ends by it is played again, never scored.
+    """
+    return Refusal(
+        503,
+        "version_replaced",
+        f"policy_version={policy_version} is held by no server now: the one that keeps it is "
+        "loading it, or has moved to a newer one; raise server.num_frozen to keep more",
+        retry_after_s=0.5,
+    )

@@ -47,7 +47,7 @@ from outloop.router.servers.generate_api import (
     WantedRoutes,
 )
 from outloop.router.servers.generation import Generator
-from outloop.router.servers.pool import VersionGone
+from outloop.router.servers.pool import VersionGone, version_away
 from outloop.router.timings import DEFAULT_TIMINGS, Timings
 from outloop.router.turns.answer_reader import AnswerReader
 from outloop.router.turns.delivery import Delivery
@@ -364,10 +364,10 @@ class TurnService:
                     options=self._options(turn, prompt, sampling),
                 )
             except VersionGone as gone:
-                if not request.is_any_frozen:
+                asked = request.policy_version
+                if asked is None or not self._settings.server.keeps(asked):
                     raise
-                # Its server has moved on; a retry is given the version that is held then.
-                raise Refusal(503, "version_replaced", str(gone), retry_after_s=0.5) from gone
+                raise version_away(asked) from gone
         return GeneratedChoice(index, generated, live.shown_calls if live is not None else None)
 
     def _options(self, turn: InFlightTurn, prompt: Prompt, sampling: Sampling) -> GenerateOptions:

@@ -98,18 +98,36 @@ async def test_a_request_waits_while_no_server_holds_one(make_stage) -> None:
 
 
 async def test_a_version_replaced_under_a_turn_is_asked_again(frozen) -> None:
-    """A server that moves to other weights during the turn: who asked for any version is told to
-    come back, who named it is refused for good; neither is given the other weights' tokens."""
+    """A server that moves to other weights during the turn: whoever asked is told to come back, and
+    is not given the other weights' tokens."""
     for server in frozen.frozen:
         script = frozen.script("one two")
         script.spans = [{"version": "8", "start": 0, "end": len(script.ids)}]
         server.answer = lambda request, script=script: script
     episode = await frozen.open()
-    retried = await ask(frozen, episode, "policy@frozen")
-    assert (retried.status_code, retried.json()["error"]["code"]) == (503, "version_replaced")
-    refused = await ask(frozen, episode, "policy@2")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    for model in ("policy@frozen", "policy@2"):
+        retried = await ask(frozen, episode, model)
+        assert (retried.status_code, retried.json()["error"]["code"]) == (503, "version_replaced")
     assert not frozen.turns(episode)
+
+
+@pytest.mark.parametrize(
+    ("model", "status", "code"),
+    [
+        ("policy@0", 503, "version_replaced"),
+        ("policy@2", 503, "version_replaced"),
+        ("policy@3", 404, "model_not_found"),
+        ("policy@6", 404, "model_not_found"),
+    ],
+)
+async def test_a_kept_version_that_is_away_may_be_asked_again(frozen, model, status, code) -> None:
+    """One that was left for a newer one, or is being loaded; 3 is not kept, 6 not published."""
+    frozen.buffer.freeze(frozen.frozen[0].url, server_id="frozen-0", version=None)
+    await frozen.app.state.parts.pool.refresh()
+    episode = await frozen.open()
+    answer = await ask(frozen, episode, model)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert (answer.headers["x-should-retry"] == "true") == (status == 503)
 
 
 async def test_the_name_is_listed_where_there_are_such_servers(frozen, make_stage) -> None:
