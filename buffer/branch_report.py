@@ -33,7 +33,7 @@ EXPLANATIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "system_changed": (
             "the system message changed between turns: a clock, a token count, a reminder",
-            "move what changes into the newest user message",
+            "move what changes into the newest user message, or switch it off",
         ),
         "new_conversation": (
             "a conversation that shares nothing with the earlier ones: a sub-agent, a title, a "

@@ -54,10 +54,12 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 def is_echo(sent: Message, answer: Message) -> bool:
     """True if the client's assistant message `sent` is our `answer` handed back.
 
-    Clients leave reasoning out, some re-serialise arguments, and some strip the text, which may end
-    in white space where a call was cut off; none of it makes it another answer.
+    Clients leave reasoning out, some re-serialise arguments, some strip the text, which may end in
+    white space where a call was cut off, and some leave out the text beside calls, whose ids name
+    the turn; none of it makes it another answer.
     """
-    if sent.role != "assistant" or sent.text.strip() != answer.text.strip():
+    text = sent.text.strip()
+    if sent.role != "assistant" or (text != answer.text.strip() and (text or not sent.tool_calls)):
         return False
     if sent.reasoning and sent.reasoning != answer.reasoning:
         return False

@@ -9,7 +9,7 @@ because only our own answer, echoed, is continued.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,14 +115,14 @@ class TurnTree:
         ids = self._renderer.render(messages, tools)
         extended = self._longest_prefix(ids, preferred=previous)
         if extended is not None:
-            return Plan(
-                parent=extended,
-                previous=None,
-                prompt_ids=ids[extended.end :],
-                cause="extension" if not extended.children else "resampled",
-            )
-        cause = "template" if previous is not None else self._classify(messages, tools, last)
-        return Plan(parent=None, previous=None, prompt_ids=ids, cause=cause)
+            ids = ids[extended.end :]
+        if extended is not None and not extended.children:
+            cause = "extension"
+        elif previous is None:
+            cause = self._classify(messages, tools, last)
+        else:
+            cause = "resampled" if extended is previous else "template"
+        return Plan(parent=extended, previous=None, prompt_ids=ids, cause=cause)
 
     def conversation_after(self, node: Node) -> list[Message] | None:
         """Every message up to `node`'s answer; None when another process recorded part of it."""
@@ -306,9 +306,24 @@ class TurnTree:
                 return "resampled" if len(earlier) > len(messages) else "history_rewritten"
             if any(m.role != "system" for m in messages[:shared]):
                 return "history_rewritten" if node.tools == tools else "tools_changed"
-            if earlier[0].role == "system" and _num_shared(earlier[1:], _without_system(messages)):
+            if _num_shared(_without_system(earlier), _without_system(messages)):
                 best = "system_changed"
+        if best == "new_conversation" and self._is_retold(messages):
+            return "history_rewritten"
         return best
+
+    def _is_retold(self, messages: Sequence[Message]) -> bool:
+        """True if an answer or a tool's result of a recorded conversation is among `messages`, or
+        what its user said under the same system message: it was cut or summarised before that."""
+        own_system, systems = _system_of(messages), dict[str, Message | None]()
+        known: set[tuple[str, ...]] = set()
+        for name, node in self.nodes.items():
+            given, before = node.given or (), node.previous
+            system = _system_of(given) if before is None else systems[before.turn.turn_id]
+            systems[name] = system
+            answer = (node.answer,) if node.answer is not None else ()
+            known.update(_traces((*given, *answer), has_users=system == own_system))
+        return not known.isdisjoint(_traces(messages, has_users=True))
 
 
 def _last_assistant(messages: Sequence[Message]) -> int:
@@ -322,14 +337,21 @@ def _was_asked(node: Node | None, messages: tuple[Message, ...], end: int) -> bo
     """True if messages[:end] are the ones that `node` answered."""
     while node is not None:
         if node.asked is not None:
-            return messages[:end] == node.asked
+            return _are_same(messages[:end], node.asked)
         if node.given is None:
             return False
         start = end - len(node.given)
-        if start < 0 or messages[start:end] != node.given:
+        if start < 0 or not _are_same(messages[start:end], node.given):
             return False
         node, end = node.previous, start
     return end == 0
+
+
+def _are_same(sent: tuple[Message, ...], earlier: tuple[Message, ...]) -> bool:
+    """True if `sent` is `earlier` again, whatever clients leave out of an answer."""
+    if sent == earlier:
+        return True
+    return len(sent) == len(earlier) == _num_shared(earlier, sent)
 
 
 def _extends(ids: Int32, node: Node, start: int) -> bool:
@@ -362,5 +384,21 @@ def _num_shared(one: Sequence[Message], other: Sequence[Message]) -> int:
     return min(len(one), len(other))
 
 
+def _system_of(messages: Sequence[Message]) -> Message | None:
+    """The system message at the beginning."""
+    return messages[0] if messages and messages[0].role == "system" else None
+
+
+def _traces(messages: Sequence[Message], *, has_users: bool) -> Iterator[tuple[str, ...]]:
+    """What tells that a message of a conversation is one of another's."""
+    for message in messages:
+        if message.role == "assistant" and (message.text.strip() or message.tool_calls):
+            yield ("assistant", message.text.strip(), *(call.id for call in message.tool_calls))
+        elif message.role == "tool" and message.tool_call_id:
+            yield ("tool", message.tool_call_id)
+        elif message.role == "user" and has_users:
+            yield ("user", message.text)
+
+
 def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
-    return messages[1:] if messages and messages[0].role == "system" else messages
+    return messages if _system_of(messages) is None else messages[1:]
