@@ -444,19 +444,21 @@ class BufferReader:
             translated(f"reading evaluation name={name}"),
             self._client.pipeline(transaction=True) as pipeline,
         ):
-            pipeline.hmget(e, ["done", "total", "newest_version", "mixed"])
+            pipeline.hmget(e, ["done", "total", "oldest_version", "newest_version", "mixed"])
             pipeline.hgetall(f"{e}:rewards")
             pipeline.hlen(self._key("attempts"))
-            (done, total, newest, num_mixed), rewards, num_in_flight = pipeline.execute()
+            (done, total, *versions, num_mixed), rewards, num_in_flight = pipeline.execute()
         if total is None:
             raise NotFound(f"no evaluation name={name}; request it first")
         ordered = sorted(rewards.items(), key=lambda item: int(item[0]))
+        oldest, newest = (None if one is None else int(one) for one in versions)
         return EvalProgress(
             num_done=int(done),
             num_total=int(total),
             rewards=tuple(float(value) for _, value in ordered),
             num_in_flight=num_in_flight,
-            newest_version=None if newest is None else int(newest),
+            oldest_version=oldest,
+            newest_version=newest,
             num_mixed=int(num_mixed or 0),
         )
 

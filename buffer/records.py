@@ -652,7 +652,8 @@ class EvalProgress:
     rewards: tuple[float, ...]
     num_in_flight: int = 0
     """Attempts of the run that are in flight, those of training included."""
+    oldest_version: int | None = None
     newest_version: int | None = None
-    """The latest that sampled one of its tokens; None before the first token."""
+    """The first and the latest that sampled one of its tokens; None before the first token."""
     num_mixed: int = 0
     """Closed episodes with tokens of later versions than the one that is evaluated."""

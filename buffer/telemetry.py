@@ -227,6 +227,8 @@ METRICS: dict[str, str] = {
     "eval/greedy_se": "its standard error",
     "eval/episodes": "evaluation episodes per sampling",
     "eval/duration_s": "time of the evaluation",
+    "eval/oldest_version": "first version that sampled one of its tokens",
+    "eval/newest_version": "last version that sampled one of its tokens",
     "eval/num_publishes": "publishes from its version to the newest that sampled one of its tokens",
     "eval/mixed_share": "share of its episodes with tokens of later versions than its own",
     "test/sampled_reward": "of the chosen weights on the test split, at the run's sampling",

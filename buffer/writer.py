@@ -312,6 +312,7 @@ class BufferWriter:
             *("" if version is None else version for version in turn.trained_version_bounds),
             int(turn.branch_cause != "extension"),
             *(len(turn.output_ids), len(turn.prompt_ids)),
+            min((s.policy_version for s in turn.version_spans if s.end > s.start), default=""),
         )
         try:
             used = await self._turn_scripts.call("append_turn", *arguments, what=what)

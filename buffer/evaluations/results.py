@@ -36,10 +36,16 @@ class TaskResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """One evaluation of one version of the weights."""
+    """One evaluation: of one version of the weights, or of that and later ones."""
 
     step: int
     policy_version: int
+    """That was served when it was requested."""
+    oldest_version: int | None = None
+    newest_version: int | None = None
+    """The first and the last that sampled its tokens; None: not known, as in older files."""
+    mixed_share: float = 0.0
+    """Of its episodes, those with tokens of later versions than `policy_version`."""
     name: str
     """sampled, greedy, test/sampled, test/greedy, or that of a suite."""
     temperature: float
@@ -50,6 +56,20 @@ class Evaluation:
     def rewards(self) -> dict[str, tuple[float, ...]]:
         """Of each task's samples, by task_id."""
         return {task.task_id: task.rewards for task in self.tasks}
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if its figures are not those of `policy_version` alone."""
+        return self.mixed_share > 0
+
+    @property
+    def versions(self) -> str:
+        """For a person: `5`, `5 to 17, mixed`, or `17, not 5`."""
+        if not self.is_mixed or self.oldest_version is None:
+            return str(self.policy_version)
+        if self.oldest_version == self.newest_version:
+            return f"{self.newest_version}, not {self.policy_version}"
+        return f"{self.oldest_version} to {self.newest_version}, mixed"
 
     @property
     def num_samples(self) -> int:
@@ -126,6 +146,18 @@ def tasks_of(episodes: Sequence[EvalEpisode]) -> tuple[TaskResult, ...]:
             components=tuple(dict(one.reward.components) for one in some),
         )
         for task_id, some in by_task.items()
+    )
+
+
+def mixed_sentence(*evaluations: Evaluation) -> str:
+    """What a comparison of these is not; empty where each is of its own version alone."""
+    mixed = [one for one in evaluations if one.is_mixed]
+    if not mixed:
+        return ""
+    names = " and ".join(f"step {one.step} is of versions {one.versions}" for one in mixed)
+    return (
+        f"{names}: the difference is not that of the two checkpoints. Set eval.blocks_publish = "
+        "true for evaluations of one version"
     )
 
 

@@ -119,7 +119,7 @@ class RunProgress:
     def _show(self, row: dict[str, Any]) -> None:
         sampled, greedy = row.get("eval/sampled_reward"), row.get("eval/greedy_reward")
         if sampled is not None or greedy is not None:
-            parts = [f"evaluation at step {row['step']}:"]
+            parts = [f"evaluation at step {row['step']}{_versions(row)}:"]
             if sampled is not None:
                 parts.append(f"sampled {sampled:.3f} +- {row.get('eval/sampled_se') or 0:.3f}")
             if greedy is not None:
@@ -178,6 +178,17 @@ def time_left(rows: Sequence[Mapping[str, Any]], num_steps: int) -> str:
     if seconds < 90 * 60:
         return f"about {seconds / 60:.0f} min left"
     return f"about {seconds / 3600:.1f} h left"
+
+
+def _versions(row: Mapping[str, Any]) -> str:
+    """Which versions an evaluation is of, where they are several."""
+    if not row.get("eval/mixed_share"):
+        return ""
+    # A row of an older release has no such versions.
+    first, last = (row.get(f"eval/{name}_version") for name in ("oldest", "newest"))
+    if first is None or last is None:
+        return " (of several versions)"
+    return f" (sampled by versions {first:.0f} to {last:.0f}, not by that step's alone)"
 
 
 def _without_digits(text: str) -> str:

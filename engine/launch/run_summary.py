@@ -27,6 +27,14 @@ class EvalPoint:
     step: int
     reward: float
     se: float
+    versions: str = ""
+    """Which sampled it, where they are several: `5 to 17`."""
+
+    @property
+    def text(self) -> str:
+        """For a person."""
+        said = f" (of versions {self.versions})" if self.versions else ""
+        return f"{self.reward:.3f} +- {self.se:.3f}{said}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +57,17 @@ def _points(rows: Sequence[dict[str, Any]], kind: str) -> tuple[EvalPoint, ...]:
             step=row["step"],
             reward=row[f"eval/{kind}_reward"],
             se=row.get(f"eval/{kind}_se") or 0.0,
+            versions=_versions(row),
         )
         for row in rows
         if row.get(f"eval/{kind}_reward") is not None
     )
+
+
+def _versions(row: dict[str, Any]) -> str:
+    first, last = (row.get(f"eval/{name}_version") for name in ("oldest", "newest"))
+    is_known = row.get("eval/mixed_share") and first is not None and last is not None
+    return f"{first:.0f} to {last:.0f}" if is_known else ""
 
 
 def read_curve(run_dir: Path) -> Curve:
@@ -91,12 +106,7 @@ def result_table(run_dir: Path) -> Table:
         table.add_row("training loss", f"{curve.losses[0]:.3f}", f"{curve.losses[-1]:.3f}")
     for name, points in (("evaluation, sampled", curve.sampled), ("greedy", curve.greedy)):
         if points:
-            first, last = points[0], points[-1]
-            table.add_row(
-                name,
-                f"{first.reward:.3f} +- {first.se:.3f}",
-                f"{last.reward:.3f} +- {last.se:.3f}",
-            )
+            table.add_row(name, points[0].text, points[-1].text)
     table.add_row("steps", "", str(curve.steps[-1] if curve.steps else 0))
     return table
 
@@ -157,6 +167,19 @@ def curve_figure(curve: Curve) -> Figure:
                 linewidth=1.6,
                 label=name,
             )
+    mixed = [one for one in (*curve.sampled, *curve.greedy) if one.versions]
+    if mixed:
+        axes.plot(
+            [one.step for one in mixed],
+            [one.reward for one in mixed],
+            color="white",
+            linestyle="",
+            marker="o",
+            markersize=2,
+            markeredgewidth=0,
+            zorder=5,
+            label="(hollow: of several versions)",
+        )
     axes.legend(frameon=False, loc="lower right")
     _finish(axes, "reward")
     figure.tight_layout()

@@ -200,10 +200,13 @@ class Evaluations:
         kind, row = pending.kind, dict[str, float]()
         own = f"eval/{pending.parts[0].name}" if pending.is_suite else kind
         rewards = []
-        for part in pending.parts:
+        for part, seen in zip(pending.parts, progress, strict=True):
             evaluation = Evaluation(
                 step=pending.step,
                 policy_version=pending.policy_version,
+                oldest_version=seen.oldest_version,
+                newest_version=seen.newest_version,
+                mixed_share=seen.num_mixed / max(1, seen.num_done),
                 name=part.name if kind == "eval" else f"{kind}/{part.name}",
                 temperature=part.temperature,
                 pass_reward=part.pass_reward,
@@ -222,6 +225,12 @@ class Evaluations:
                 continue
             results.append(self._run_dir, evaluation)
         row[f"{own}/duration_s"] = time.monotonic() - pending.requested_at
+        known = [x for x in progress if x.oldest_version is not None]
+        if known:
+            oldest = min(x.oldest_version or 0 for x in known)
+            newest = max(x.newest_version or 0 for x in known)
+            row[f"{own}/oldest_version"] = float(oldest)
+            row[f"{own}/newest_version"] = float(newest)
         if not self._settings.eval.blocks_training(pending.step):
             num_done = sum(part.num_done for part in progress)
             newest = max(part.newest_version or 0 for part in progress)
@@ -252,10 +261,11 @@ class Evaluations:
 
 def _sentence(before: Evaluation, after: Evaluation, change: Change) -> str:
     worst = ", ".join(f"{name} {old:.2f} to {new:.2f}" for name, old, new in change.fell[:3])
+    mixed = results.mixed_sentence(before, after)
     return (
         f"evaluation {after.name!r} fell by {-change.difference:.3f} from step {before.step} to "
         f"{after.step} (95%: {-change.high:.3f} to {-change.low:.3f}, {change.num_tasks} tasks); "
-        f"most: {worst}. `outloop evaluations` compares any two steps"
+        f"most: {worst}. `outloop evaluations` compares any two steps{mixed and '. '}{mixed}"
     )
 
 

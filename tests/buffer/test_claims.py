@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from outloop.buffer.errors import Conflict, DeadlineExceeded, NotFound, RecordError
-from outloop.buffer.records import Opening, Reward, Task
+from outloop.buffer.records import Opening, Reward, Task, Turn
 
 
 @pytest.mark.parametrize(
@@ -433,3 +433,26 @@ async def test_a_take_during_a_publish_starts_nothing(start: Callable[..., Any])
     loop.reader.acknowledge_version(1)
     loop.reader.mark_trained([leases[1].group.group_id], fence=leases[0].fence, policy_version=1)
     assert len((await loop.claim(9)).claims) == 4
+
+
+async def test_an_evaluation_knows_the_versions_that_sampled_it(
+    start: Callable[..., Any], make_turn: Callable[..., Turn]
+) -> None:
+    """The oldest and the newest of all its turns, trained or not; an episode without turns has
+    none, and training episodes do not count."""
+    loop = await start(buffer__max_staleness=3)
+    for version in range(1, 4):
+        loop.publish(version, version - 1)
+    loop.reader.request_eval("x", policy_version=1, num_episodes=3, sampling={})
+    progress = loop.reader.eval_progress("x")
+    assert (progress.oldest_version, progress.newest_version) == (None, None)
+    claims = [one for one in (await loop.claim(20)).claims if one.purpose == "eval"]
+    for claim, versions in zip(claims, ([2, 3], [1, 1], []), strict=True):
+        episode_id = await loop.open(claim)
+        for index, version in enumerate(versions):
+            turn = make_turn(episode_id, index, version=version, trained=False)
+            await loop.writer.append_turn(turn)
+        await loop.close(episode_id)
+    progress = loop.reader.eval_progress("x")
+    assert (progress.oldest_version, progress.newest_version) == (1, 3)
+    assert (progress.num_done, progress.num_mixed) == (3, 1)

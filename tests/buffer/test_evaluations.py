@@ -208,3 +208,48 @@ def test_what_cannot_be_compared_is_a_sentence(run_dir: Path, tmp_path: Path) ->
         assert words in text
     (tmp_path / "empty").mkdir()
     assert "no evaluation was complete" in invoke(tmp_path / "empty")[1]
+
+
+def test_an_evaluation_of_several_versions_says_so_wherever_it_is_shown(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """In the list, in JSON and beside a comparison; one of its own version alone is named after
+    it."""
+    found = results.read(run_dir)
+    results.append(
+        tmp_path,
+        dataclasses.replace(
+            found[-1], oldest_version=5, newest_version=17, mixed_share=0.9, policy_version=5
+        ),
+    )
+    _, text = invoke(run_dir)
+    assert [line.split()[:5] for line in text.splitlines()[1:]] == [
+        ["0", str(found[0].policy_version), "sampled", "12", "2"],
+        ["4", str(found[1].policy_version), "sampled", "12", "2"],
+        ["8", "5", "to", "17,", "mixed"],
+    ]
+    _, text = invoke(run_dir, "--json")
+    shares = [json.loads(line)["mixed_share"] for line in text.splitlines()]
+    assert shares == [0.0, 0.0, 0.9]
+    for arguments, is_warned in (
+        (("--against", "4"), True),
+        (("--step", "4", "--against", "8"), True),
+        (("--step", "4", "--against", "0"), False),
+    ):
+        result = CliRunner().invoke(evaluations, [str(run_dir), *arguments])
+        assert ("step 8 is of versions 5 to 17, mixed" in result.stderr) == is_warned
+        as_json = CliRunner().invoke(evaluations, [str(run_dir), *arguments, "--json"])
+        row = json.loads(as_json.stdout)
+        assert (max(row["mixed_before"], row["mixed_after"]) > 0) == is_warned
+
+
+def test_an_evaluation_of_an_older_release_is_read(tmp_path: Path) -> None:
+    """Its line says nothing of the versions that sampled it."""
+    results.append(tmp_path, EVALUATION)
+    row = json.loads((tmp_path / results.FILE).read_text())
+    for name in ("oldest_version", "newest_version", "mixed_share"):
+        del row[name]
+    (tmp_path / results.FILE).write_text(json.dumps(row) + "\n")
+    (found,) = results.read(tmp_path)
+    assert found == EVALUATION
+    assert found.versions == str(EVALUATION.policy_version)

@@ -207,6 +207,36 @@ def test_failed_episodes_are_in_the_line_and_the_table(tmp_path: Path) -> None:
     assert "share of failed episodes" in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0.0, "evaluation at step 5: sampled 0.500"),
+        (
+            0.9,
+            "evaluation at step 5 (sampled by versions 5 to 17, not by that step's alone): sampled",
+        ),
+    ],
+)
+def test_the_line_of_an_evaluation_names_its_versions(
+    tmp_path: Path, share: float, text: str
+) -> None:
+    """Where they are several: its number is not that of the step's weights."""
+    out = io.StringIO()
+    versions = {"eval/oldest_version": 5.0, "eval/newest_version": 17.0, "eval/mixed_share": share}
+    with (
+        RunProgress(tmp_path, num_steps=9, console=Console(file=out, width=200)) as progress,
+        MetricsWriter(tmp_path) as writer,
+    ):
+        writer.write(5, {"eval/sampled_reward": 0.5, "eval/sampled_se": 0.1} | versions)
+        progress.update({})
+    assert text in out.getvalue()
+    point = read_curve(tmp_path).sampled[0]
+    assert point.versions == ("5 to 17" if share else "")
+    Console(file=out, width=200).print(result_table(tmp_path))
+    assert ("0.500 +- 0.100 (of versions 5 to 17)" in out.getvalue()) == bool(share)
+    assert draw_curve(tmp_path) is not None
+
+
 def test_a_warning_is_shown_once(tmp_path: Path) -> None:
     """What a part warns of reaches the person at the terminal, and is not repeated."""
     out = io.StringIO()

@@ -6,6 +6,7 @@
 -- ARGV[7]  newest version among its output tokens or ''
 -- ARGV[8]  1 if it starts a branch   ARGV[9] number of output tokens
 -- ARGV[10] number of its prompt ids
+-- ARGV[11] oldest version among its output tokens or ''
 -- Returns  {'ok', number of the episode's turns, of their ids}; not_found: episode or parent turn;
 --          gone: closed or replaced; abandoned: sampled by a version that a rollback abandoned (the
 --          caller gives the attempt up, see give_up); conflict: the turn_id has another content.
@@ -19,7 +20,7 @@
 local episode_id, turn_id, parent = ARGV[2], ARGV[3], ARGV[4]
 local e = episode_key(episode_id)
 local f = redis.call('HMGET', e, 'member', 'closed', 't:' .. turn_id, 't:' .. parent, 'min_depth',
-  'max_version', 'num_tokens', 'resumes', 'tokens', 'deleted_on')
+  'max_version', 'num_tokens', 'resumes', 'tokens', 'deleted_on', 'min_version')
 if not f[1] then
   return {'not_found', 'no episode_id=' .. episode_id}
 end
@@ -57,6 +58,11 @@ redis.call('HSET', e, 't:' .. turn_id, length - 1, 'num_tokens', (number(f[7]) o
 if depth and (not f[5] or depth < tonumber(f[5])) then redis.call('HSET', e, 'min_depth', depth) end
 if ARGV[7] ~= '' and (not f[6] or tonumber(ARGV[7]) > tonumber(f[6])) then
   redis.call('HSET', e, 'max_version', ARGV[7])
+end
+-- Of evaluations alone, whose figures name the versions that they are of.
+local is_eval = string.sub(f[1], 1, 1) == 'e'
+if is_eval and ARGV[11] ~= '' and (not f[11] or tonumber(ARGV[11]) < tonumber(f[11])) then
+  redis.call('HSET', e, 'min_version', ARGV[11])
 end
 local source = f[8]
 while source do

@@ -575,7 +575,7 @@ local function count_attempt(member, episode_id)
     lose_attempt(member, 'stale')
     return false
   end
-  local f = redis.call('HMGET', e, 'value', 'min_depth', 'max_version')
+  local f = redis.call('HMGET', e, 'value', 'min_depth', 'max_version', 'min_version')
   local _, started = release_attempt(member)
   local ms, tokens = length_of(started, episode_id)
   redis.call('HSET', e, 'counted', 1, 'ms', ms)
@@ -597,9 +597,12 @@ local function count_attempt(member, episode_id)
     redis.call('HSET', eval .. ':rewards', attempt, f[1])
     redis.call('RPUSH', eval .. ':episodes', episode_id)
     count_eval_attempt(owner)
-    local of = redis.call('HMGET', eval, 'policy_version', 'newest_version')
-    local newest = number(f[3])
+    local of = redis.call('HMGET', eval, 'policy_version', 'newest_version', 'oldest_version')
+    local newest, oldest = number(f[3]), number(f[4])
     if newest and newest > tonumber(of[1]) then redis.call('HINCRBY', eval, 'mixed', 1) end
+    if oldest and not (of[3] and tonumber(of[3]) <= oldest) then
+      redis.call('HSET', eval, 'oldest_version', oldest)
+    end
     if newest and newest > (number(of[2]) or -1) then
       redis.call('HSET', eval, 'newest_version', newest)
     end

@@ -42,10 +42,12 @@ def evaluations(
 ) -> None:
     """List the evaluations of a run, or compare two of them task by task.
 
-    The difference is that of the tasks that both have; its 95% interval is by task. The run need
-    not be up: its folder is all that is read.
+    The difference is that of the tasks that both have; its 95% interval is by task. An evaluation
+    that went on beside training names all versions that sampled it, and comparing it is a warning.
+    The run need not be up: its folder is all that is read.
     """
     from outloop.buffer.errors import SettingsError
+    from outloop.buffer.evaluations import results
     from outloop.buffer.evaluations.estimates import change_between
 
     if against is None:
@@ -65,8 +67,9 @@ def evaluations(
             "needs the same evaluation tasks"
         ) from error
     if as_json:
-        steps = {"before": before.step, "after": after.step}
-        click.echo(json.dumps(steps | {"name": name} | asdict(change)))
+        row = {"before": before.step, "after": after.step, "name": name} | asdict(change)
+        row |= {"mixed_before": before.mixed_share, "mixed_after": after.mixed_share}
+        click.echo(json.dumps(row))
     else:
         click.echo(
             f"{name}: step {before.step} -> {after.step}, {change.num_tasks} tasks: "
@@ -75,6 +78,8 @@ def evaluations(
         )
         for task_id, old, new in change.fell:
             click.echo(f"  fell: {task_id[:60]}  {old:.3f} -> {new:.3f}")
+    if mixed := results.mixed_sentence(before, after):
+        click.echo(f"warning: {mixed}", err=True)
     if fail_on_regression and change.is_regression:
         sys.exit(1)
 
@@ -145,14 +150,20 @@ def _list(found: list[Evaluation], *, as_json: bool) -> None:
 
     if as_json:
         for one in found:
-            row: dict[str, Any] = {"step": one.step, "policy_version": one.policy_version}
+            row: dict[str, Any] = {
+                "step": one.step,
+                "policy_version": one.policy_version,
+                "oldest_version": one.oldest_version,
+                "newest_version": one.newest_version,
+                "mixed_share": one.mixed_share,
+            }
             figures = {
                 key: None if math.isnan(value) else value for key, value in one.metrics().items()
             }
             click.echo(json.dumps(row | {"name": one.name} | figures))
         return
     table = Table(box=None, pad_edge=False)
-    for heading in ("step", "version", "evaluation", "tasks", "samples"):
+    for heading in ("step", "versions", "evaluation", "tasks", "samples"):
         is_text = heading == "evaluation"
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for heading in (*_SHOWN, "pass@k", "majority", "tokens"):
@@ -161,7 +172,7 @@ def _list(found: list[Evaluation], *, as_json: bool) -> None:
         row = one.metrics()
         k = one.num_samples
         table.add_row(
-            *(str(one.step), str(one.policy_version), one.name),
+            *(str(one.step), one.versions, one.name),
             *(f"{row['tasks']:.0f}", str(k)),
             *(_with_error(row, figure) for figure in _SHOWN),
             f"pass@{k} {_with_error(row, f'pass_at_{k}')}" if k > 1 else "-",

@@ -138,6 +138,11 @@ def test_an_evaluation_may_go_on_beside_training(setup: MakeRun) -> None:
     answers = {row["step"]: row for row in rows if "eval/sampled_reward" in row}
     assert {step: row["eval/num_publishes"] for step, row in answers.items()} == {0: 3, 2: 1, 3: 0}
     assert {step: row["eval/mixed_share"] for step, row in answers.items()} == {0: 1, 2: 1, 3: 0}
+    # All were played in the end, by the last version.
+    assert {row["eval/oldest_version"] for row in answers.values()} == {3}
+    assert {row["eval/newest_version"] for row in answers.values()} == {3}
+    kept = results.read(made.run.dir)
+    assert [one.versions for one in kept] == ["3, not 0", "3, not 2", "3"]
     assert [row["train/policy_version"] for row in rows if "train/loss" in row] == [1, 2, 3]
 
 

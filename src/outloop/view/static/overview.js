@@ -41,6 +41,12 @@ function ownNumbers(metrics, of) {
   return names.length ? lineChart({ title: `Numbers of your own${of}`, note: "outloop.Run.record", series: named(metrics, names.map((name) => [name.slice("user/".length), name])) }) : null;
 }
 
+// Which of the last evaluations are of several versions, each.
+function mixed(evals) {
+  const found = evals.filter((row) => row["eval/mixed_share"]).slice(-4);
+  return found.length ? `; mixed: ${found.map((row) => `step ${row.step} is of versions ${row["eval/oldest_version"]} to ${row["eval/newest_version"]}`).join(", ")}` : "";
+}
+
 function charts(shown) {
   const [first] = shown;
   const rows = training(first.metrics), evals = first.metrics.filter((row) => "eval/sampled_reward" in row || "eval/greedy_reward" in row);
@@ -53,7 +59,7 @@ function charts(shown) {
   lanes.push({ name: "other", color: "var(--muted)", points: rows.map((row) => ({ step: row.step, value: Math.max(0, (row["train/step_s"] || 0) - time_s.reduce((sum, [, name]) => sum + (row[name] || 0), 0)) })) });
   return [
     lineChart({ title: "Reward", note: "of the taken episodes, before filters; band: two standard errors", series: several ? compared("train/reward_mean", rewardError) : [{ name: "reward", color: COLORS[0], points: points(rows, "train/reward_mean", rewardError) }] }),
-    lineChart({ title: "Held-out reward", note: "evaluations; band: two standard errors", series: several
+    lineChart({ title: "Held-out reward", note: `evaluations; band: two standard errors${several ? "" : mixed(evals)}`, series: several
       ? shown.map((one, i) => ({ name: one.run.name, color: COLORS[i % COLORS.length], points: evaluated(one, "eval/sampled_reward", "eval/sampled_se") }))
       : [{ name: "sampled", color: COLORS[0], points: points(evals, "eval/sampled_reward", (row) => 2 * (row["eval/sampled_se"] || 0)) }, { name: "greedy", color: COLORS[1], points: points(evals, "eval/greedy_reward", (row) => 2 * (row["eval/greedy_se"] || 0)) }] }),
     lineChart({ title: `Parts of the reward${of}`, note: "means of named components", series: componentSeries(first.components, rows) }),
