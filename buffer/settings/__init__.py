@@ -58,13 +58,6 @@ class RunSettings(Section):
     """Such as eth0: by which servers and trainer ranks reach each other, where a machine has
     several. They set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to it, unless the environment has
     them. None: NCCL and gloo choose."""
-    binds_numa: bool = False
-    """Each server and trainer rank runs on the cores beside its GPUs, and takes memory there, on
-    machines with several NUMA nodes. It was never measured, so it is off."""
-    launcher_grace_s: float = Field(0.0, ge=0)
-    """How long the parts and the run's own Redis go on when their launcher is gone, by a kill or
-    with its terminal: the same command, started again in time, goes on with them. After that they
-    are stopped, the trainer with a checkpoint. 0: they end with it. On one machine only."""
 
 
 class ModelSettings(Section):

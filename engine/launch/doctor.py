@@ -28,7 +28,6 @@ from outloop.engine.launch.finding import Finding, bad, good
 from outloop.engine.launch.gpu_placement import place_gpus
 from outloop.engine.launch.nccl_release import check_nccl, uses_nccl
 from outloop.engine.launch.run_readiness import examine_run
-from outloop.engine.machine_binding import read_numa
 from outloop.engine.serve.sglang.arguments import process_environment
 from outloop.engine.serve.sglang.gpu_environment import check_memory_saver, saves_memory
 from outloop.engine.train.megatron.release import TRIED
@@ -81,12 +80,6 @@ def _accelerator() -> Finding:
         names = Counter(f"{gpu.name or gpu.id}, {gpu.memory_mb / 1024:.0f} GiB" for gpu in gpus)
         found = "; ".join(f"{count} x {name}" for name, count in names.items())
     return Finding(what="accelerator", found=found, is_ok=True, is_required=False)
-
-
-def _numa() -> Finding:
-    """Whether the machine's cores and memory are in several places, and its GPUs beside them."""
-    numa = read_numa(list_gpus())
-    return Finding(what="NUMA", found=numa.sentence(), is_ok=True, is_required=False)
 
 
 def _placement(settings: Settings, trainer_python: Path) -> list[Finding]:
@@ -197,7 +190,6 @@ _CHECKS: tuple[Callable[[], Finding], ...] = (
     lambda: _package("openai", "envs", required=False),
     lambda: _package("matplotlib", "plot", required=False),
     _accelerator,
-    _numa,
     _memory,
     _shared_memory,
     _agent_sandbox,

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 
 import structlog
 
@@ -27,17 +26,16 @@ from outloop.buffer.errors import (
 from outloop.buffer.events import record_event
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.client import connect_sync
+from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.run import Run, create_run, make_run_folder
 from outloop.buffer.settings import Settings
 from outloop.buffer.tls import trust_authorities
 from outloop.buffer.trackers.tracker import part_name
-from outloop.engine.launch.child_process import part_command
-from outloop.engine.launch.cpu_usage import CpuUsage
+from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.gpu_placement import NOT_PLACED, GpuPlacement
 from outloop.engine.launch.launcher_process import named_launcher
 from outloop.engine.launch.placement import HERE, Placement
-from outloop.engine.launch.processes import CHILDREN, OwnRedis, Part, Processes
-from outloop.engine.launch.redis_watch import REDIS, RedisWatch
+from outloop.engine.launch.redis_watch import RedisWatch
 from outloop.engine.launch.restarts import (
     DEFAULT_BACKOFF,
     Backoff,
@@ -45,8 +43,7 @@ from outloop.engine.launch.restarts import (
     end_reason,
     was_killed,
 )
-from outloop.engine.launch.run_entry import enter, is_entered, open_archive
-from outloop.engine.launch.supervisor.client import end_living, supervised
+from outloop.engine.launch.run_entry import enter, open_archive
 from outloop.engine.port_reservation import hold_port
 
 _STOP_TIMEOUT_S = 15.0
@@ -79,19 +76,13 @@ class Launcher:
         gpus: GpuPlacement,
         backoff: Backoff,
         placement: Placement,
-        processes: Processes = CHILDREN,
-        redis: OwnRedis | None = None,
+        redis: EmbeddedRedis | None = None,
     ) -> None:
         """`redis`: the run's own, started again when it ends; None: it is somebody else's."""
         self.run = run
         self.reader = reader
         self.stop = stop
-        self.parts: dict[str, Part] = {}
-        self.goes_on = processes.has_living
-        """Whether an earlier launcher has left parts that run."""
-        self.num_living = 0
-        """How many of them have been taken over."""
-        self.usage = CpuUsage()
+        self.parts: dict[str, PartProcess] = {}
         self._viewer_link: str | None = None
         self._restarts = Restarts(backoff)
         self.redis = RedisWatch(run, reader, self._restarts, redis)
@@ -106,28 +97,18 @@ class Launcher:
         self._held_port: socket.socket | None = None
         self._gpus = gpus
         self._placement = placement
-        self._processes = processes
 
     def start(self, name: str, part: str, *extra: str) -> None:
-        """Start `part` under `name`, or go on with the one that an earlier launcher started; its
-        output goes to `logs/{name}.log`."""
+        """Start `part` under `name`; its output goes to `logs/{name}.log`."""
         self._commands[name] = (part, *extra)
         self._started[name] = time.monotonic()
-        living = self._processes.take_living(name)
-        if living is not None:
-            self.parts[name] = living.part
-            self._started[name] -= living.age_s
-            self.num_living += 1
-            return
         index = int(extra[extra.index("--index") + 1]) if "--index" in extra else 0
         environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.parts[name] = self._processes.start(
+        self.parts[name] = PartProcess(
             name,
             self._placement.command(name, part, part_command(part, self.run.dir, *extra)),
             self.run.dir / "logs" / f"{name}.log",
             environment | self._gpus.environment(part, index),
-            stop_order=_stop_order(part),
-            stop_timeout_s=self._stop_timeout_s(part),
         )
 
     def start_archiver(self) -> None:
@@ -213,7 +194,7 @@ class Launcher:
             return True
         return self.reader.run_state() != "running"
 
-    def _plan_restart(self, name: str, part: str, process: Part, code: int) -> None:
+    def _plan_restart(self, name: str, part: str, process: PartProcess, code: int) -> None:
         """Decide when a part that ended is started again; gives an optional one up."""
         wait_s = self._restarts.wait_s(name, lived_s=time.monotonic() - self._started[name])
         if part in _OPTIONAL and (wait_s is None or code == SETTINGS_EXIT_CODE):
@@ -244,7 +225,7 @@ class Launcher:
             self._has_shown.discard(name)
         self._exit_codes[name] = code
 
-    def _lines_of_repeated_end(self, name: str, process: Part, code: int) -> dict[str, str]:
+    def _lines_of_repeated_end(self, name: str, process: PartProcess, code: int) -> dict[str, str]:
         """Give the end of the log of a part that failed as before, once: the cause is above the
         sentence with which it ended."""
         if was_killed(code) or code != self._exit_codes.get(name) or name in self._has_shown:
@@ -264,13 +245,6 @@ class Launcher:
             if url is not None:
                 extra = (*extra, "--port", url.rpartition(":")[2])
         return extra
-
-    def sample_usage(self) -> None:
-        """Read every part's CPU time."""
-        pids = {name: process.pid for name, process in self.parts.items()}
-        if self.redis.pid is not None:
-            pids[REDIS] = self.redis.pid
-        self.usage.sample(pids)
 
     def wait_for(
         self,
@@ -335,19 +309,16 @@ def running(
 ) -> Iterator[Launcher]:
     """Redis (embedded, or the configured one) and an empty launcher; stops all parts at the end.
 
-    With run.launcher_grace_s they outlive this process where it is killed.
-
     This process trusts run.tls_ca_file from now on.
     """
     trust_authorities(settings.run.tls_ca_file)
     run_dir = (settings.run.dir / settings.run.name).absolute()
     make_run_folder(settings, run_dir)
     with ExitStack() as stack:
-        processes = stack.enter_context(_processes(settings, run_dir))
         redis_url, redis = settings.buffer.redis_url, None
         if redis_url is None:
             redis = stack.enter_context(
-                processes.redis(
+                EmbeddedRedis(
                     run_dir / "redis",
                     fsync=settings.buffer.fsync,
                     max_memory_mb=settings.buffer.max_memory_mb,
@@ -355,27 +326,15 @@ def running(
             )
             redis_url = redis.url
         run = create_run(settings, run_dir, redis_url)
-        if not (processes.has_living and is_entered(run)):
-            enter(run)
+        enter(run)
         reader = BufferReader.connect(
             run, connect_client=partial(connect_sync, timeout_s=_REDIS_TIMEOUT_S)
         )
         stack.callback(reader.close)
         stack.enter_context(named_launcher(run.dir))
-        launcher = Launcher(run, reader, stop, gpus, backoff, placement, processes, redis)
+        launcher = Launcher(run, reader, stop, gpus, backoff, placement, redis)
         stack.callback(launcher.stop_all)
         yield launcher
-
-
-@contextmanager
-def _processes(settings: Settings, run_dir: Path) -> Iterator[Processes]:
-    grace_s = settings.run.launcher_grace_s
-    if grace_s:
-        with supervised(run_dir, settings.digest(), grace_s) as supervisor:
-            yield supervisor
-    else:
-        end_living(run_dir)
-        yield CHILDREN
 
 
 def start_routers(launcher: Launcher) -> None:
@@ -383,10 +342,7 @@ def start_routers(launcher: Launcher) -> None:
     settings = launcher.run.settings.router
     extra: tuple[str, ...] = ()
     if settings.num_processes > 1:
-        port, url = settings.port, router_url(launcher) if launcher.goes_on else None
-        if url is not None:
-            port = int(url.rpartition(":")[2])
-        extra = ("--port", str(launcher.hold_port(settings.host, port)))
+        extra = ("--port", str(launcher.hold_port(settings.host, settings.port)))
     for index in range(settings.num_processes):
         launcher.start(f"router-{index}", "router", *extra)
 

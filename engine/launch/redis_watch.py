@@ -11,9 +11,9 @@ import structlog
 from outloop.buffer.errors import BufferLost, BufferUnavailable, PartFailed, WritesRefused
 from outloop.buffer.events import record_event
 from outloop.buffer.reader import BufferReader
+from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.refused_writes import ended_for_room
 from outloop.buffer.run import Run
-from outloop.engine.launch.processes import OwnRedis
 from outloop.engine.launch.restarts import Restarts, end_reason
 
 REDIS = "redis"
@@ -30,7 +30,7 @@ class RedisWatch:
     """Looks at Redis for the launcher, which calls `check` again and again."""
 
     def __init__(
-        self, run: Run, reader: BufferReader, restarts: Restarts, own: OwnRedis | None
+        self, run: Run, reader: BufferReader, restarts: Restarts, own: EmbeddedRedis | None
     ) -> None:
         """`own`: the run's own server, started again when it ends; None: it is somebody else's."""
         self.write_obstacle: str | None = None

@@ -25,7 +25,6 @@ from outloop.engine.launch.launcher import (
 )
 from outloop.engine.launch.placement import HERE, Placement
 from outloop.engine.launch.run_summary import draw_curve, result_table
-from outloop.engine.launch.supervisor.client import end_living
 from outloop.engine.visible_gpus import list_gpus
 
 
@@ -50,7 +49,6 @@ def train(
     """
     run_dir = settings.run.dir / settings.run.name
     if is_finished(settings, run_dir):
-        end_living(run_dir.absolute())
         console.print(
             f"run {settings.run.name!r} has made all of its {settings.trainer.num_steps} steps; "
             f"its weights are in {run_dir / 'hf'}. To go on, raise trainer.num_steps; to begin "
@@ -75,11 +73,6 @@ def train(
             console.print(line, highlight=False, markup=False)
         record_event(run.dir, "started")
         _start_parts(launcher)
-        if launcher.goes_on:
-            console.print(
-                f"goes on with {launcher.num_living} parts that an earlier launcher started",
-                highlight=False,
-            )
         shown_link: str | None = None
         shown_obstacle: str | None = None
         with progress:
@@ -94,12 +87,9 @@ def train(
                         console.print(
                             f"its page {link}", highlight=False, markup=False, soft_wrap=True
                         )
-                    if progress.update(launcher.reader.registry.statuses()):
-                        launcher.usage.mark("first_step")
-                launcher.sample_usage()
+                    progress.update(launcher.reader.registry.statuses())
                 stop.wait(WATCH_INTERVAL_S)
             progress.update({})
-        launcher.usage.write(run.dir / "usage.json")
         record_event(run.dir, "stopped" if stop.is_set() else "finished")
     if stop.is_set():
         draw_curve(run.dir)

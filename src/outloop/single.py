@@ -18,7 +18,6 @@ from rich.console import Console
 from outloop.buffer.errors import DeadlineExceeded
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.launcher import Launcher, router_url, running
-from outloop.engine.launch.processes import refuse_grace
 from outloop.engine.launch.run_summary import draw_curve, result_table
 from outloop.engine.launch.serving import refuse_frozen
 from outloop.engine.serve.main import serve as serve_weights
@@ -77,7 +76,6 @@ def train_in_one_process(settings: Settings, *, stop: threading.Event, console: 
         Exception: what a part raised first.
     """
     refuse_frozen(settings, "--single-process")
-    refuse_grace(settings, "--single-process")
     failures: list[Exception] = []
 
     def fail(error: Exception) -> None:

@@ -17,7 +17,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import uvicorn
+from cpu_usage import CpuUsage
 from figures import OUT, say, tell
 
 from outloop.envs.rollout.clients import Clients
@@ -30,6 +32,7 @@ OWN_PARTS = {"router", "redis", "runner", "launcher"}
 NUM_STEPS = 20
 NUM_AGENT_EPISODES = 1280
 AGENT_CONCURRENCY = 128
+SAMPLE_S = 0.25
 LATENCY_S = 0.3
 """Of the trivial endpoint, about what a turn takes in the run: as many calls are in flight."""
 CALL = {
@@ -115,16 +118,27 @@ async def _measure_agent(base_url: str) -> float:
     return spent / (2 * share * AGENT_CONCURRENCY)
 
 
-def train(config: str, **settings: object) -> None:
-    """Run `outloop train` on one of the calculator's configurations."""
+def train(config: str, **settings: object) -> CpuUsage:
+    """Run `outloop train` on one of the calculator's configurations; return its CPU time."""
     flags = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in settings.items()]
     command = [sys.executable, "-m", "outloop.cli", "train", f"examples/calculator/{config}"]
     command += [part for flag in flags for part in ("--set", flag)]
-    subprocess.run(command, cwd=ROOT, check=True)
+    usage, metrics = CpuUsage(), OUT / "loop" / str(settings["run__name"]) / "metrics.jsonl"
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        launcher = psutil.Process(process.pid)
+        while process.poll() is None:
+            usage.sample(launcher)
+            if metrics.is_file() and "train/loss" in metrics.read_text():
+                usage.mark("first_step")
+            time.sleep(SAMPLE_S)
+    if process.returncode != 0:
+        raise RuntimeError(f"outloop train {config} ended with exit code {process.returncode}")
+    usage.mark("end")
+    return usage
 
 
-def run_demo_phase() -> Path:
-    """The demo's warm start and the first steps of its RL phase; returns the RL run's folder."""
+def run_demo_phase() -> tuple[Path, CpuUsage]:
+    """Make the demo's warm start and the first steps of its RL phase; return the folder of it."""
     shutil.rmtree(OUT / "loop", ignore_errors=True)
     model = OUT / "loop" / "policy"
     command = [sys.executable, "-m", "outloop.cli", "new-policy", "--out", str(model)]
@@ -132,7 +146,7 @@ def run_demo_phase() -> Path:
     subprocess.run(command, cwd=ROOT, check=True)
     place = {"run__dir": str(OUT / "loop")}
     train("warm_start.toml", run__name="warm-start", model__path=str(model), **place)
-    train(
+    usage = train(
         "run.toml",
         run__name="rl",
         model__path=str(OUT / "loop" / "warm-start" / "hf"),
@@ -140,7 +154,7 @@ def run_demo_phase() -> Path:
         eval__every=0,
         **place,
     )
-    return OUT / "loop" / "rl"
+    return OUT / "loop" / "rl", usage
 
 
 def main() -> None:
@@ -149,9 +163,8 @@ def main() -> None:
     say("the agent and its client alone")
     per_turn_s = agent_cpu_per_turn()
     say("a warm start and the demo's RL phase")
-    run_dir = run_demo_phase()
-    usage = json.loads((run_dir / "usage.json").read_text())
-    first, end = usage["first_step"], usage["end"]
+    run_dir, usage = run_demo_phase()
+    first, end = usage.marks()["first_step"], usage.marks()["end"]
     spent = {name: end[name] - first.get(name, 0.0) for name in end if name != "wall"}
     wall_s = end["wall"] - first["wall"]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

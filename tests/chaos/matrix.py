@@ -27,19 +27,17 @@ import starvation
 from faults import FAULTS, LASTING, LIMITED, ON_HOSTS, STARVED, fault
 from hosts import Host, hosts, why_not
 from reliability_page import record_audit, record_cell
-from stack import GRACE, PARTS, PHASES, Stack
+from stack import PARTS, PHASES, Stack
 from tiny import make_model
 
 from outloop.buffer.events import read_events
 
 HOLD_S = 8.0
 LOOK_S = 0.1
-ALL_PARTS = (*PARTS, "rank", GRACE, "supervisor")
+ALL_PARTS = (*PARTS, "rank")
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     # Two ranks that publish beside training.
     "rank": {"trainer": {"num_ranks": 2}, "buffer": {"max_staleness": 1}},
-    GRACE: {"run": {"launcher_grace_s": 60}},
-    "supervisor": {"run": {"launcher_grace_s": 60}},
 }
 """Of the settings, for the row of a part."""
 USUAL = ("short_episodes", "no_signal", "alarm", "alarm_over")

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from faults import FAULTS, LIMITED, ON_HOSTS, STARVED
-from stack import GRACE, PHASES
+from stack import PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reliability.md"
 FIGURES = ROOT / "docs/reliability.json"
 ALL_FAULTS = (*FAULTS, *ON_HOSTS)
 ROWS = (
-    *("redis", "launcher", GRACE, "supervisor", "router", "server", "trainer", "rank", "runner"),
+    *("redis", "launcher", "router", "server", "trainer", "rank", "runner"),
     *("archiver", "sandbox"),
 )
-WITHOUT_NETWORK = ("launcher", GRACE, "supervisor", "archiver", "sandbox", "rank")
+WITHOUT_NETWORK = ("launcher", "archiver", "sandbox", "rank")
 
 
 def _read() -> dict[str, Any]:

@@ -32,15 +32,12 @@ from outloop.buffer.redis.keys import prefix
 from outloop.buffer.run import Run, load_run
 from outloop.buffer.telemetry import read_metrics
 from outloop.engine.launch.launcher_process import find_launcher
-from outloop.engine.launch.supervisor.address import Address
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fakes.ports import free_ports
 
 PHASES = ("generating", "taking", "training", "publishing", "checkpointing", "evaluating")
 PARTS = ("redis", "launcher", "router", "server", "trainer", "runner", "archiver", "sandbox")
-GRACE = "launcher with grace"
-"""The launcher of a run with run.launcher_grace_s."""
 ROLLOUTS = '''
 import functools
 
@@ -179,12 +176,9 @@ class Stack:
 
     def processes(self, part: str) -> list[psutil.Process]:
         """Those of a part, its main one first; none while it is being started."""
-        if part in ("redis", "launcher", GRACE):
+        if part in ("redis", "launcher"):
             process = self.redis if part == "redis" else self.launcher
             return alive([psutil.Process(process.pid)]) if process.poll() is None else []
-        if part == "supervisor":
-            supervisor = Address(self.run_dir).find()
-            return [] if supervisor is None else alive([supervisor[0]])
         found = []
         for process in self._parts():
             with suppress(psutil.Error):
@@ -205,10 +199,8 @@ class Stack:
         return []
 
     def _parts(self) -> list[psutil.Process]:
-        """What the launcher leads, as its children or the supervisor's."""
-        supervisor = Address(self.run_dir).find()
-        below = [] if supervisor is None else [supervisor[0], *self._below(supervisor[0].pid)]
-        return list(dict.fromkeys([*self._below(self.launcher.pid), *below]))
+        """Return the launcher's children."""
+        return self._below(self.launcher.pid)
 
     @staticmethod
     def _below(pid: int) -> list[psutil.Process]:

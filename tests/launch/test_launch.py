@@ -1,7 +1,6 @@
 """Processes, progress, report and doctor."""
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from outloop.buffer.settings import Settings
 from outloop.buffer.telemetry import METRICS, MetricsWriter, read_metrics
 from outloop.engine.launch.child_process import PartProcess, part_command
 from outloop.engine.launch.console import RunProgress
-from outloop.engine.launch.cpu_usage import CpuUsage
 from outloop.engine.launch.doctor import examine
 from outloop.engine.launch.last_sentence import VARIABLE
 from outloop.engine.launch.run_summary import draw_curve, read_curve, result_table
@@ -244,20 +242,6 @@ def test_a_warning_is_shown_once(tmp_path: Path) -> None:
         for _ in range(3):
             progress.update({"trainer": {"waiting_for": "", "warning": "all rewards were equal"}})
     assert out.getvalue().count("all rewards were equal") == 1
-
-
-def test_cpu_usage_keeps_what_ended(tmp_path: Path) -> None:
-    """A part that has ended keeps its last sample; the first mark of a name stays."""
-    part = python("worker", "import signal; signal.pause()", tmp_path)
-    usage = CpuUsage()
-    usage.sample({"worker": part.pid})
-    usage.mark("first_step")
-    part.stop(20)
-    usage.sample({"worker": part.pid})
-    usage.write(tmp_path / "usage.json")
-    marks = json.loads((tmp_path / "usage.json").read_text())
-    assert marks["end"]["worker"] >= marks["first_step"]["worker"] >= 0
-    assert marks["end"]["launcher"] > 0
 
 
 def test_doctor_finds_this_machine_fit() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings, build_settings
-from outloop.engine.launch.processes import refuse_grace
 
 TRAINER_PORT = 29500
 """Where the ranks of several trainer machines meet."""
@@ -23,10 +22,8 @@ def num_servers(settings: Settings) -> int:
     """Processes of `outloop server`; attached servers have one each, which watches them.
 
     Raises:
-        SettingsError: servers of earlier versions are asked for, which no engine places, or parts
-            that outlive their launcher.
+        SettingsError: servers of earlier versions are asked for, which no engine places.
     """
-    refuse_grace(settings, "an engine")
     if settings.server.num_frozen:
         raise SettingsError(
             f"server.num_frozen={settings.server.num_frozen}: servers of earlier versions are "

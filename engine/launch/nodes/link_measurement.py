@@ -33,7 +33,7 @@ from outloop.engine.launch.nodes.answers import (
     SendRate,
     line_of,
 )
-from outloop.engine.machine_binding import bind
+from outloop.engine.network_interface import name_network
 
 _NUM_EXCHANGES = 8
 _FIRST_BYTES = 2**20
@@ -70,7 +70,7 @@ def main(
     settings_json: str,
 ) -> None:
     """Take part in the measurement as one rank."""
-    bind(build_settings(json.loads(settings_json), source="settings"))
+    name_network(build_settings(json.loads(settings_json), source="settings"))
     timeout = timedelta(seconds=timeout_s)
     try:
         store = _open_store(meet, advertise or socket.gethostname(), timeout)

@@ -20,12 +20,12 @@ from outloop.cli.parts import log_ready, open_as, run_until_signalled
 @ADVERTISE
 def server(run_dir: Path, index: int, frozen: bool, port: int, advertise: str | None) -> None:
     """Run one server of a run."""
-    from outloop.engine.machine_binding import bind
+    from outloop.engine.network_interface import name_network
 
     name = f"frozen-{index}" if frozen else f"server-{index}"
     run = open_as(name, run_dir)
     # Threads keep the cores that they begin with.
-    bind(run.settings)
+    name_network(run.settings)
     from outloop.engine.serve.main import serve, serve_frozen
 
     run_part = serve_frozen if frozen else serve

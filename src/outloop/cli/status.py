@@ -47,15 +47,12 @@ def status(
 
 def _from_folder(run_dir: Path) -> dict[str, Any]:
     from outloop.engine.launch.launcher_process import find_launcher
-    from outloop.engine.launch.supervisor.address import Address
 
     launcher = find_launcher(run_dir)
-    supervisor = Address(run_dir).find()
     num_steps, facts = _from_redis(run_dir)
     return {
         "run": run_dir.absolute().name,
         "launcher_pid": None if launcher is None else launcher.pid,
-        "supervisor_pid": None if supervisor is None else supervisor[0].pid,
         "last_step": _last_step(run_dir),
         "num_steps": num_steps,
         **facts,
@@ -134,10 +131,8 @@ def _print(found: dict[str, Any]) -> None:
     state = found.get("state", "finished" if is_over else "not up")
     words = [state] + ["paused"] * found.get("is_paused", False)
     if "launcher_pid" in found:
-        launcher, supervisor = found["launcher_pid"], found["supervisor_pid"]
+        launcher = found["launcher_pid"]
         words.append(f"led by process {launcher}" if launcher else "no launcher on this machine")
-        if supervisor and not launcher:
-            words.append(f"parts wait for the next one as children of process {supervisor}")
     click.secho(f"{found['run']}: {', '.join(words)}", bold=True)
     if last is not None:
         click.echo(

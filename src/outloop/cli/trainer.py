@@ -29,19 +29,17 @@ def trainer(run_dir: Path) -> None:
     run = open_as("trainer" if rank is None else f"trainer-{rank}", run_dir)
     num_ranks = run.settings.trainer.num_ranks
     if num_ranks > 1 and rank is None:
-        # Ranks bind themselves, each beside its own GPU.
         from outloop.engine.launch.torchrun import run_ranks
 
         run_ranks(run_dir, num_ranks=num_ranks)
         return
     from outloop.engine.launch.stop_signals import stop_on_signals
     from outloop.engine.launch.torchrun import as_rank
-    from outloop.engine.machine_binding import bind
+    from outloop.engine.network_interface import name_network
 
     threading.excepthook = end_without_memory
     with as_rank(), stop_on_signals() as stop:
-        # Threads keep the cores that they begin with.
-        bind(run.settings)
+        name_network(run.settings)
         from outloop.engine.train.main import train as train_policy
 
         train_policy(run, stop=stop, on_hang=end_process)

@@ -5,10 +5,7 @@ A part that has ended keeps its last sample; the times of restarts add up.
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -45,9 +42,16 @@ class CpuUsage:
         self._last: dict[tuple[str, int], float] = {}
         self._marks: dict[str, dict[str, float]] = {}
 
-    def sample(self, pids: Mapping[str, int]) -> None:
-        """Read the CPU time of every process in `pids` (part name -> pid) that still runs."""
-        for name, pid in {**pids, "launcher": os.getpid()}.items():
+    def sample(self, launcher: psutil.Process) -> None:
+        """Read the CPU time of a launcher and of its parts, by their names."""
+        pids = {"launcher": launcher.pid}
+        try:
+            for child in launcher.children():
+                words = child.cmdline()
+                pids[words[3] if words[1:3] == ["-m", "outloop.cli"] else "redis"] = child.pid
+        except psutil.Error:
+            return
+        for name, pid in pids.items():
             key = (name, pid)
             try:
                 if key not in self._processes:
@@ -69,7 +73,6 @@ class CpuUsage:
         """Keep the present totals under `name`; the first mark of a name stays."""
         self._marks.setdefault(name, {**self.totals(), "wall": time.monotonic()})
 
-    def write(self, path: Path) -> None:
-        """Write every mark and the last totals as JSON."""
-        self.mark("end")
-        path.write_text(json.dumps(self._marks, indent=1))
+    def marks(self) -> dict[str, dict[str, float]]:
+        """Return the totals at every mark, by its name."""
+        return self._marks

@@ -1,1 +1,0 @@
-"""A process whose children the parts are, so that they outlive their launcher."""
