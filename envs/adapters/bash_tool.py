@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from asyncio import timeout
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -28,31 +28,16 @@ BASH = {
         },
     },
 }
-_ENVIRON = {"HOME": "/work", "PATH": "/usr/local/bin:/usr/bin:/bin"}
+PATH = "/usr/local/bin:/usr/bin:/bin"
+_ENVIRON = {"HOME": "/work", "PATH": PATH}
 _MAX_SHOWN_CHARS = 4000
 
 
-async def run_bash(
-    session: Session,
-    command: str,
-    limits: Limits,
-    files: Mapping[str, bytes | str] | None = None,
-    collect: Sequence[str] = (),
-) -> RunResult:
-    """Run `command` in the session's kept folder, in a shell of its own."""
-    return await session.run(
-        files or {},
-        ("bash", "-c", command),
-        limits,
-        keep_files=True,
-        collect=collect,
-        environ=_ENVIRON,
-    )
-
-
-def open_shell(session: Session, limits: Limits) -> AbstractAsyncContextManager[Interpreter]:
+def open_shell(
+    session: Session, limits: Limits, environ: Mapping[str, str] | None = None
+) -> AbstractAsyncContextManager[Interpreter]:
     """A shell of the session for a policy's commands; it ends with the context."""
-    return session.interpreter("bash", limits, environ=_ENVIRON)
+    return session.interpreter("bash", limits, environ={**_ENVIRON, **(environ or {})})
 
 
 async def answer_call(shell: Interpreter, name: str, arguments: str, wall_s: float) -> str:
@@ -90,9 +75,10 @@ async def work(
     *,
     max_turns: int,
     timeout_s: float,
+    environ: Mapping[str, str] | None = None,
 ) -> None:
     """Let the policy run commands until it stops, or its time or turns are used up."""
-    async with open_shell(session, limits) as shell:
+    async with open_shell(session, limits, environ) as shell:
         await _work_in(shell, episode, instruction, limits.wall_s, max_turns, timeout_s)
 
 

@@ -58,13 +58,30 @@ Files = Mapping[str, bytes | str]
 """Path below the working directory -> content."""
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file, folder or symbolic link of a tree, without a file's content."""
+
+    kind: Literal["file", "folder", "link"]
+    path: str
+    mode: int
+    """The nine bits of permission."""
+    size: int = 0
+    target: str = ""
+    """Of a link."""
+
+
 class Options(TypedDict, total=False):
     """Further arguments of a call; see `Program`."""
 
     stdin: bytes
     environ: Mapping[str, str]
+    given: Mapping[str, tuple[int, bytes]]
+    arrange: Sequence[Entry]
     collect: Sequence[str]
+    listed: Sequence[str]
     keep_files: bool
+    copies_kept: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +94,22 @@ class Program:
     files: Files = field(default_factory=dict)
     stdin: bytes = b""
     environ: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, tuple[int, bytes]] = field(default_factory=dict)
+    """Files below /outloop/given, path -> (mode, content), which the program cannot change; in
+    bubblewrap only."""
+    arrange: Sequence[Entry] = ()
+    """Folders and links to make, and modes to set, when `files` are written."""
     collect: Sequence[str] = ()
-    """Files to return: regular files only, links are not followed."""
+    """Files to return: regular files only, links are not followed. In bubblewrap, paths that begin
+    with /tmp/ are allowed too."""
+    listed: Sequence[str] = ()
+    """Files and folders to list, with what is below them, when no process of the program is left.
+    Links that lead out of the working directory, and what is no file, folder or link, are left
+    out."""
     keep_files: bool = False
     """True: run in a folder that is kept until the session closes. False: in an empty folder."""
+    copies_kept: bool = False
+    """True: run in a copy of the kept folder and of the kept /tmp, which goes with the call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +125,8 @@ class RunResult:
     is_output_cut: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Those of `Program.collect` that exist, are regular files and fit the disk limit."""
+    entries: Sequence[Entry] = ()
+    """Those of `Program.listed`: folders before what is in them."""
     wall_s: float = 0.0
     cpu_s: float = 0.0
     lost_state: bool = False

@@ -119,6 +119,9 @@ class BubblewrapSandbox(SupervisedSandbox):
             *("--unshare-all", "--unshare-user", "--uid", str(_USER), "--gid", str(_USER)),
             *("--hostname", "sandbox", "--die-with-parent", "--new-session", "--clearenv"),
             *("--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SYS_RESOURCE"),
+            # OverlayFS makes a folder without any rights for itself, and enters it with those of
+            # the mount; and a policy may leave folders without any.
+            *("--cap-add", "CAP_DAC_OVERRIDE"),
             *("--setenv", "LANG", "C.UTF-8", "--chdir", "/", "--", *boot),
         ]
         # The kernel's limit on processes does not bind root, inside the namespace neither.
@@ -131,8 +134,7 @@ class BubblewrapSandbox(SupervisedSandbox):
 
 
 def _base_words(base: Path) -> tuple[str, ...]:
-    # OverlayFS makes a folder without any rights for itself, and enters it with those of the mount.
-    return ("--ro-bind", str(base), _BASE, "--cap-add", "CAP_DAC_OVERRIDE")
+    return ("--ro-bind", str(base), _BASE)
 
 
 def _system_folders(python: str) -> list[str]:

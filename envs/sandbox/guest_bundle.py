@@ -43,6 +43,9 @@ class Bundle:
         (package / "__pycache__").chmod(0o755)
         for compiled in (package / "__pycache__").iterdir():
             compiled.chmod(0o644)
+        for name in ("given", "kept"):
+            (self.path / name).mkdir()
+            (self.path / name).chmod(0o755)
         passwd = self.path / "passwd"
         passwd.write_text(_PASSWD)
         passwd.chmod(0o644)

@@ -15,11 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Any, Literal, TypeVar, Unpack
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.envs.sandbox.api import (
     Ended,
+    Entry,
     Files,
     Interpreter,
     Limits,
@@ -35,6 +36,7 @@ _GRACE_S = 15.0
 """Time beyond the call's wall time for the supervisor to end the call and to answer."""
 _OWN_PROCESSES = 5
 """The session's reaper, the supervisor, its fork for a call, and the programs' inits."""
+_LARGE_BYTES = 2**20
 _CONTROL = Program(command=("python", "control.py"), files={"control.py": "print('alive')"})
 
 _INTERPRETERS = {
@@ -44,6 +46,7 @@ _INTERPRETERS = {
 }
 _MAX_STATUS = 255
 
+Value = TypeVar("Value")
 Bounds = Literal["cgroup", "watched", "each"]
 """What limits memory: a control group; a limit for each process and a watch on their sum; the limit
 for each process alone."""
@@ -196,12 +199,15 @@ class SupervisedSession:
 
     async def _ask(self, programs: list[Program], limits: Limits) -> list[RunResult]:
         assert self._process is not None
-        await self._process.send(self.message(programs, limits))
+        sizes = (len(data) for program in programs for data in program.files.values())
+        message = await _beside(sum(sizes), self.message, programs, limits)
+        await self._process.send(message)
         answers = await self._process.receive(limits.wall_s + _GRACE_S)
-        return [
-            _result(framing.unpack(answer[8:]), program, limits.cpu_s)
-            for answer, program in zip(answers, programs, strict=True)
-        ]
+        results = []
+        for answer, program in zip(answers, programs, strict=True):
+            fields = await _beside(len(answer), framing.unpack, answer[8:])
+            results.append(_result(fields, program, limits.cpu_s))
+        return results
 
     async def _place(self) -> None:
         """Wait until the session's processes are in their cgroup.
@@ -255,7 +261,14 @@ class SupervisedSession:
                     f"command={program.command!r}; a sequence is allowed, "
                     "for example ('python', 'main.py')"
                 )
-            for path in (*program.files, *program.collect):
+            if program.keep_files and program.copies_kept:
+                raise SettingsError(
+                    "keep_files=True, copies_kept=True: one of them is allowed; changes of a copy "
+                    "are not kept"
+                )
+            collected = (path.removeprefix("/tmp/") for path in program.collect)
+            arranged = (entry.path for entry in program.arrange)
+            for path in (*program.files, *program.given, *arranged, *collected):
                 if path.startswith("/") or ".." in path.split("/") or not path.strip("./"):
                     raise SettingsError(
                         f"path={path!r}; a path below the working directory is allowed"
@@ -267,7 +280,7 @@ class SupervisedSession:
         """What begins a call."""
         watched_bytes = limits.memory_bytes if self._bounds == "watched" else 0
         each_bytes = 0 if self._bounds == "cgroup" else limits.memory_bytes
-        is_kept = any(program.keep_files for program in programs)
+        is_kept = any(program.keep_files or program.copies_kept for program in programs)
         head = [
             int(is_kept),
             0 if is_interpreter else len(programs),
@@ -343,6 +356,13 @@ class _Interpreter:
         return f"eval {words} </dev/null 3>&-\nprintf '{token} %d\\n' \"$?\" >&3\n"
 
 
+async def _beside(num_bytes: int, work: Callable[..., Value], *arguments: Any) -> Value:
+    """Do work of so many bytes: in a thread if the event loop would be blocked by it."""
+    if num_bytes < _LARGE_BYTES:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
+
+
 def _order(program: Program, limits: Limits, address_space_bytes: int, num_processes: int) -> bytes:
     numbers = (
         int(program.keep_files),
@@ -363,8 +383,17 @@ def _order(program: Program, limits: Limits, address_space_bytes: int, num_proce
     for path, content in program.files.items():
         data = content.encode() if isinstance(content, str) else content
         fields += [os.fsencode(path), b"%d" % 0o644, data]
-    fields.append(b"%d" % len(program.collect))
-    fields += [os.fsencode(path) for path in program.collect]
+    fields.append(b"%d" % len(program.given))
+    for path, (mode, data) in program.given.items():
+        fields += [os.fsencode(path), b"%d" % mode, data]
+    fields.append(b"%d" % len(program.arrange))
+    for entry in program.arrange:
+        fields += [entry.kind.encode(), os.fsencode(entry.path), b"%d" % entry.mode]
+        fields.append(os.fsencode(entry.target))
+    fields.append(b"%d" % program.copies_kept)
+    for names in (program.collect, program.listed):
+        fields.append(b"%d" % len(names))
+        fields += [os.fsencode(path) for path in names]
     return framing.pack(fields)
 
 
@@ -374,12 +403,23 @@ def _result(fields: list[bytes], program: Program, cpu_s: float) -> RunResult:
     cpu_ms = 0
     how: str = ended.decode()
     collected: dict[str, bytes] = {}
+    listed: list[Entry] = []
     if report:
         wait_status, cpu_ms = int(report[0]), int(report[1])
-        found = report[2:]
+        found = report[2 : 2 + 2 * len(program.collect)]
         for path, is_there, data in zip(program.collect, found[::2], found[1::2], strict=True):
             if int(is_there):
                 collected[path] = data
+        below = report[2 + 2 * len(program.collect) :]
+        for kind, name, mode, size, target in zip(*(below[i::5] for i in range(5)), strict=True):
+            entry = Entry(
+                kind.decode(),
+                os.fsdecode(name),
+                int(mode),
+                int(size),
+                os.fsdecode(target),
+            )
+            listed.append(entry)
         code = os.waitstatus_to_exitcode(wait_status)
         if how == "exited" and code < 0:
             signal_number = -code
@@ -396,6 +436,7 @@ def _result(fields: list[bytes], program: Program, cpu_s: float) -> RunResult:
         stderr=stderr,
         is_output_cut=bool(int(is_cut)),
         files=collected,
+        entries=listed,
         wall_s=int(wall_ms) / 1000,
         cpu_s=cpu_ms / 1000,
     )

@@ -19,6 +19,8 @@ from outloop.envs.sandbox.guest import framing
 
 _MAX_ERROR_BYTES = 2000
 _LEAVE_S = 2.0
+_LARGE_BYTES = 2**20
+"""Messages from here on are taken apart in a thread."""
 ENVIRON = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 """The environment that every program in a sandbox begins with."""
 
@@ -109,7 +111,9 @@ class SupervisorProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 body = await self._read(framing.body_length(await self._read(8)))
-            return framing.unpack(body)
+            if len(body) < _LARGE_BYTES:
+                return framing.unpack(body)
+            return await asyncio.to_thread(framing.unpack, body)
         except TimeoutError as error:
             raise SessionLost(
                 f"the supervisor in the sandbox did not answer in {timeout_s:.1f} s; it was ended"

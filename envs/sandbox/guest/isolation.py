@@ -9,9 +9,15 @@ from __future__ import annotations
 import os
 import resource
 
-from outloop.envs.sandbox.guest import seccomp, syscalls
+from outloop.envs.sandbox.guest import seccomp, syscalls, workspace
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # which imports this module
+    from outloop.envs.sandbox.guest import program
 
 _BOX = "/box"
+_GIVEN, _KEPT = "/outloop/given", "/outloop/kept"
+"""Empty folders beside the supervisor's code, over which the init mounts."""
 _FIRST_UID, _NUM_UIDS = 20_000, 40_000
 """User ids in containers: below 65,536, which engines map; each container has its own."""
 
@@ -59,13 +65,27 @@ class NamespaceIsolation:
         """Start the program's init, pid 1 of its own namespace."""
         return syscalls.clone(syscalls.CLONE_NEWPID | syscalls.CLONE_NEWNS | syscalls.CLONE_NEWIPC)
 
-    def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
+    def enter(self, index: int, asked: program.Order) -> str:
         """In the init: mount what the program can see; returns the path of the workspace."""
-        if not is_kept:
-            _mount_box(disk_bytes, max_files, self._base)
+        disk = (asked.disk_bytes, asked.max_files)
+        if asked.is_kept_copied:
+            _mount_copy_of_kept(*disk, self._base)
+        elif not asked.is_kept:
+            _mount_box(*disk, self._base)
         flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
         syscalls.mount("proc", "/proc", "proc", flags)
         return "/work"
+
+    def give(self, files: list[tuple[str, int, bytes]]) -> None:
+        """In the init: show files that the program cannot change."""
+        if not files:
+            return
+        flags = syscalls.MS_NOSUID | syscalls.MS_NODEV
+        syscalls.mount("tmpfs", _GIVEN, "tmpfs", flags, "mode=0755")
+        for path, mode, data in files:
+            workspace.write_file(_GIVEN, path, data, mode)
+        read_only = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY
+        syscalls.mount("none", _GIVEN, "", flags | read_only)
 
     def confine(self, index: int) -> None:
         """In the program: give up every right over the session."""
@@ -104,28 +124,34 @@ class UserIsolation:
         """Start the program's init, which stays root."""
         return os.fork()
 
-    def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
+    def enter(self, index: int, asked: program.Order) -> str:
         """Make the workspace of this program's user; returns its path."""
-        root = f"{_BOX}/{index}-{'kept' if is_kept else 'fresh'}"
+        kept = f"{_BOX}/{index}-kept"
+        root = kept if asked.is_kept else f"{_BOX}/{index}-fresh"
         if not os.path.isdir(root):
             os.mkdir(root, 0o700)
             os.chown(root, self._uid + index, self._uid + index)
-            if self._base:
-                self._copy_base(index, root)
+            is_copied = asked.is_kept_copied and os.path.isdir(kept)
+            if is_copied or self._base:
+                self._copy(index, kept if is_copied else self._base, root)
         return root
 
-    def _copy_base(self, index: int, root: str) -> None:
+    def give(self, files: list[tuple[str, int, bytes]]) -> None:
+        """Refuse: it takes a mount."""
+        _refuse_given(files)
+
+    def _copy(self, index: int, source: str, root: str) -> None:
         # As the program's own user, whose the copies then are.
         pid = os.fork()
         if pid == 0:
             try:
                 self.confine(index)
-                _copy(self._base, root)
+                _copy(source, root)
             except OSError:
                 os._exit(1)
             os._exit(0)
         if os.waitpid(pid, 0)[1]:
-            raise OSError(f"the base could not be copied into {root}")
+            raise OSError(f"{source} could not be copied into {root}")
 
     def confine(self, index: int) -> None:
         """Become the program's user."""
@@ -175,14 +201,21 @@ class NoIsolation:
         """Start the program's init."""
         return os.fork()
 
-    def enter(self, index: int, is_kept: bool, disk_bytes: int, max_files: int) -> str:
+    def enter(self, index: int, asked: program.Order) -> str:
         """Make the workspace; returns its path."""
-        root = f"{self._root}/{index}-{'kept' if is_kept else 'fresh'}"
+        kept = f"{self._root}/{index}-kept"
+        root = kept if asked.is_kept else f"{self._root}/{index}-fresh"
         if not os.path.isdir(root):
             os.makedirs(root)
-            if self._base:
+            if asked.is_kept_copied and os.path.isdir(kept):
+                _copy(kept, root)
+            elif self._base:
                 _copy(self._base, root)
         return root
+
+    def give(self, files: list[tuple[str, int, bytes]]) -> None:
+        """Refuse: it takes a mount."""
+        _refuse_given(files)
 
     def confine(self, index: int) -> None:
         """Give up nothing but set-user-id rights."""
@@ -286,15 +319,31 @@ def _mount_box(disk_bytes: int, max_files: int, base: str) -> None:
         _copy(base, "/work")
 
 
-def _mount_layer(base: str) -> bool:
-    """Mount the base with a layer of changes over /work; False where it has to be copied."""
-    if os.stat(base).st_uid != os.getuid():
+def _mount_copy_of_kept(disk_bytes: int, max_files: int, base: str) -> None:
+    """Mount a disk that begins with what is on the kept one, and changes nothing there."""
+    syscalls.mount(_BOX, _KEPT, "", syscalls.MS_BIND)
+    _mount_box(disk_bytes, max_files, "")
+    changes, work = f"{_KEPT}/layer/changes", f"{_KEPT}/work"
+    is_layer = os.path.isdir(changes)
+    if not _mount_layer(*((changes, base) if is_layer else (work,))):
+        if is_layer:
+            raise OSError("the kept layer cannot be mounted a second time")
+        _copy(work, "/work")
+    if os.listdir(f"{_KEPT}/tmp"):
+        _copy(f"{_KEPT}/tmp", "/tmp")
+    syscalls.unmount(_KEPT)
+
+
+def _mount_layer(*lower: str) -> bool:
+    """Mount folders, the upper ones first, with a layer of changes over /work; False where they
+    have to be copied."""
+    if any(os.stat(folder).st_uid != os.getuid() for folder in lower):
         return False  # OverlayFS gives a changed file its owner, whom this namespace does not know.
     os.mkdir(f"{_BOX}/layer", 0o755)
     os.mkdir(f"{_BOX}/layer/changes", 0o755)
     os.mkdir(f"{_BOX}/layer/scratch", 0o755)
     changes, scratch = f"{_BOX}/layer/changes", f"{_BOX}/layer/scratch"
-    options = f"lowerdir={base},upperdir={changes},workdir={scratch},userxattr"
+    options = f"lowerdir={':'.join(lower)},upperdir={changes},workdir={scratch},userxattr"
     try:
         syscalls.mount(
             "overlay", "/work", "overlay", syscalls.MS_NOSUID | syscalls.MS_NODEV, options
@@ -312,7 +361,12 @@ def _copy(base: str, root: str) -> None:
     """
     words = ["cp", "-R", "-P", "--preserve=mode,timestamps,links", "--", f"{base}/.", root]
     if os.spawnv(os.P_WAIT, "/bin/cp", words):
-        raise OSError(f"the base could not be copied into {root}")
+        raise OSError(f"{base} could not be copied into {root}")
+
+
+def _refuse_given(files: list[tuple[str, int, bytes]]) -> None:
+    if files:
+        raise OSError("files that a program cannot change need the sandbox bubblewrap")
 
 
 def _remove(path: str) -> None:

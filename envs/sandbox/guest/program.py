@@ -43,7 +43,13 @@ class Order:
         self.argv = [text() for _ in range(number())]
         self.environ = {text(): text() for _ in range(number())}
         self.files = [(text(), number(), next(taken)) for _ in range(number())]
+        self.given = [(text(), number(), next(taken)) for _ in range(number())]
+        self.arrange = [
+            workspace.Entry(text(), text(), number(), target=text()) for _ in range(number())
+        ]
+        self.is_kept_copied = bool(number())
         self.collect = [text() for _ in range(number())]
+        self.listed = [text() for _ in range(number())]
 
 
 def receive(fd: int) -> list[bytes]:
@@ -77,8 +83,9 @@ def init(
         order = Order(receive(0))
         os.close(0)
         os.close(1)
-        root = walls.enter(index, order.is_kept, order.disk_bytes, order.max_files)
-        _write_files(walls, index, root, order.files)
+        root = walls.enter(index, order)
+        walls.give(order.given)
+        _write_files(walls, index, root, order)
         os.write(status, b"+")
         pid = os.fork()
         if pid == 0:
@@ -89,11 +96,16 @@ def init(
         walls.end(index, pid)
         _reap()
         fields = [b"%d" % wait_status, b"%d" % int(1000 * cpu_s)]
+        # First: it makes unreadable files readable, which may be collected.
+        listed = workspace.list_below(root, order.listed, opens_all=True)
         left = order.disk_bytes
         for path in order.collect:
-            data = workspace.read_file(root, path, left)
+            data = _collected(walls, root, path, left)
             fields += [b"0" if data is None else b"1", data or b""]
             left -= len(data or b"")
+        for entry in listed:
+            fields += [entry.kind.encode(), os.fsencode(entry.path), b"%d" % entry.mode]
+            fields += [b"%d" % entry.size, os.fsencode(entry.target)]
         send(status, fields)
         os._exit(0)
     except Become:
@@ -105,25 +117,34 @@ def init(
         os._exit(1)
 
 
-def _write_files(
-    walls: isolation.Isolation, index: int, root: str, files: list[tuple[str, int, bytes]]
-) -> None:
+def _collected(walls: isolation.Isolation, root: str, path: str, max_bytes: int) -> bytes | None:
+    temporary = "/tmp/"
+    if walls.temporary and path.startswith(temporary):
+        return workspace.read_file(walls.temporary, path.removeprefix(temporary), max_bytes)
+    return workspace.read_file(root, path, max_bytes)
+
+
+def _write_files(walls: isolation.Isolation, index: int, root: str, order: Order) -> None:
     if not isinstance(walls, isolation.UserIsolation):
-        for path, mode, data in files:
-            workspace.write_file(root, path, data, mode)
+        _write(root, order)
         return
     # As the program's own user: root would write wherever an earlier call has led a path.
     pid = os.fork()
     if pid == 0:
         try:
             walls.confine(index)
-            for path, mode, data in files:
-                workspace.write_file(root, path, data, mode)
+            _write(root, order)
         except OSError:
             os._exit(1)
         os._exit(0)
     if os.waitpid(pid, 0)[1]:
         raise OSError(f"the files could not be written into {root}")
+
+
+def _write(root: str, order: Order) -> None:
+    for path, mode, data in order.files:
+        workspace.write_file(root, path, data, mode)
+    workspace.arrange(root, order.arrange)
 
 
 def _become(

@@ -109,9 +109,9 @@ _REFUSED: tuple[tuple[str, int | None, int | None], ...] = (
 )
 """With the numbers of x86-64 and of aarch64; None: not there."""
 _MACHINES = {
-    # The kernel's own name; clone, socket, socketpair.
-    "x86_64": (0xC000003E, 56, (41, 53)),
-    "aarch64": (0xC00000B7, 220, (198, 199)),
+    # The kernel's own name; clone, prlimit64; socket, socketpair.
+    "x86_64": (0xC000003E, 56, 302, (41, 53)),
+    "aarch64": (0xC00000B7, 220, 261, (198, 199)),
 }
 
 
@@ -133,7 +133,7 @@ def build() -> ctypes.Structure | None:
     name = os.uname().machine
     if name not in _MACHINES:
         return None
-    machine, clone, sockets = _MACHINES[name]
+    machine, clone, prlimit, sockets = _MACHINES[name]
     refused = [numbers[list(_MACHINES).index(name)] for _, *numbers in _REFUSED]
     steps = [
         (_LOAD, 0, 0, _MACHINE),
@@ -155,6 +155,12 @@ def build() -> ctypes.Structure | None:
         (_EQUAL, 0, 4, clone),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_ANY_BIT, 0, 1, _NEW_NAMESPACES),
+        (_RETURN, 0, 0, _ERROR | _EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+        # Limits of another process: code under test would set those of the tests.
+        (_EQUAL, 0, 4, prlimit),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_EQUAL, 1, 0, 0),
         (_RETURN, 0, 0, _ERROR | _EPERM),
         (_RETURN, 0, 0, _ALLOW),
         *((_EQUAL, len(sockets) - position, 0, call) for position, call in enumerate(sockets)),

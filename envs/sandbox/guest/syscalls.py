@@ -12,7 +12,7 @@ CLONE_NEWNS = 0x00020000
 CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND = 2, 4, 8, 4096
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND = 1, 2, 4, 8, 32, 4096
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -22,6 +22,7 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 6
 _MOVE_MOUNT_F_EMPTY_PATH = 4
 _AT_FDCWD = -100
+_MNT_DETACH = 2
 _SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 429, 430, 431, 432
 """The same for every machine."""
 _SYS_CLONE = {"x86_64": 56, "aarch64": 220}
@@ -66,6 +67,11 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
         options.encode() or None,
     )
     _checked(answer, f"mount {target}")
+
+
+def unmount(target: str) -> None:
+    """Take a mount away; what is still open there is not disturbed."""
+    _checked(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")
 
 
 def new_file_system(kind: str, options: dict[str, str]) -> int:

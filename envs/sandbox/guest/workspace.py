@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import stat
 
+_MAX_DEPTH = 64
+"""Folders in folders that are listed; deeper ones are left out."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -64,6 +66,132 @@ def read_file(root: str, path: str, max_bytes: int) -> bytes | None:
         return data
     finally:
         os.close(file)
+
+
+class Entry:
+    """A file, folder or symbolic link: `kind`, path below the root, mode, size, and a target."""
+
+    def __init__(self, kind: str, path: str, mode: int, size: int = 0, target: str = "") -> None:
+        self.kind = kind
+        self.path = path
+        self.mode = mode
+        self.size = size
+        self.target = target
+
+
+def list_below(root: str, names: list[str], *, opens_all: bool = False) -> list[Entry]:
+    """List the files, folders and links among and below `names`, folders before their content.
+
+    Left out are devices, FIFOs and sockets, links that lead out of `root`, and depths over 64.
+
+    Args:
+        names: paths below the root; "." is all of it.
+        opens_all: makes files and folders readable for their owner, who has to call this. Entries
+            have the modes that they had before.
+    """
+    found: list[Entry] = []
+    for name in names:
+        parts = [part for part in name.split("/") if part not in ("", ".")]
+        folder = os.open(root, _FOLDER)
+        try:
+            for part in parts[:-1]:
+                below = os.open(part, _FOLDER, dir_fd=folder)
+                os.close(folder)
+                folder = below
+            if parts:
+                _list(root, folder, parts, found, opens_all)
+            else:
+                _list_folder(root, folder, parts, found, opens_all)
+        except OSError:
+            pass  # It is not there, or a link leads to it.
+        finally:
+            os.close(folder)
+    return found
+
+
+def _list(root: str, folder: int, parts: list[str], found: list[Entry], opens_all: bool) -> None:
+    """List the last of `parts`, which is in `folder`, and what is below it."""
+    name, path = parts[-1], "/".join(parts)
+    about = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    mode = stat.S_IMODE(about.st_mode) & 0o777
+    needed = 0o700 if stat.S_ISDIR(about.st_mode) else 0o400
+    if opens_all and mode & needed != needed and not stat.S_ISLNK(about.st_mode):
+        os.chmod(name, mode | needed, dir_fd=folder)
+    if stat.S_ISLNK(about.st_mode):
+        if _stays_below(root, path):
+            target = os.readlink(name, dir_fd=folder)
+            found.append(Entry("link", path, mode, target=target))
+    elif stat.S_ISREG(about.st_mode):
+        found.append(Entry("file", path, mode, about.st_size))
+    elif stat.S_ISDIR(about.st_mode) and len(parts) <= _MAX_DEPTH:
+        found.append(Entry("folder", path, mode))
+        below = os.open(name, _FOLDER, dir_fd=folder)
+        try:
+            _list_folder(root, below, parts, found, opens_all)
+        finally:
+            os.close(below)
+
+
+def _list_folder(
+    root: str, folder: int, parts: list[str], found: list[Entry], opens_all: bool
+) -> None:
+    for name in sorted(os.listdir(folder)):
+        try:
+            _list(root, folder, [*parts, name], found, opens_all)
+        except OSError:
+            continue  # It cannot be read.
+
+
+def _stays_below(root: str, path: str) -> bool:
+    """Whether the link at `path` leads to something below `root`, through other links too."""
+    whole = os.path.realpath(root)
+    return (os.path.realpath(os.path.join(root, path)) + "/").startswith(whole + "/")
+
+
+def arrange(root: str, entries: list[Entry]) -> None:
+    """Make the folders and links of a list below `root`, and give folders and files their modes.
+
+    Raises:
+        OSError: a file of the list is not there, or the disk is full.
+    """
+    for entry in entries:
+        if entry.kind == "folder":
+            os.close(_open_parent(root, [*_parts(entry.path), ""]))
+    for entry in entries:
+        if entry.kind != "folder":
+            _arrange(root, entry)
+    # From within: a folder may forbid its own user to enter it.
+    for entry in reversed(entries):
+        if entry.kind == "folder":
+            _arrange(root, entry)
+
+
+def _arrange(root: str, entry: Entry) -> None:
+    parts = _parts(entry.path)
+    folder = _open_parent(root, parts)
+    try:
+        if entry.kind == "link":
+            try:
+                os.unlink(parts[-1], dir_fd=folder)
+            except FileNotFoundError:
+                pass
+            os.symlink(entry.target, parts[-1], dir_fd=folder)
+        else:
+            os.chmod(parts[-1], entry.mode, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _open_parent(root: str, parts: list[str]) -> int:
+    """Open the folder of the last of `parts`; makes the folders that are not there."""
+    folder = os.open(root, _FOLDER)
+    try:
+        for part in parts[:-1]:
+            folder = _enter(folder, part)
+    except OSError:
+        os.close(folder)
+        raise
+    return folder
 
 
 def _enter(folder: int, part: str) -> int:
