@@ -11,8 +11,10 @@ import hmac
 import json
 import os
 import secrets
+import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 from outloop.buffer.errors import SettingsError
@@ -20,8 +22,11 @@ from outloop.buffer.redis.client import of_run
 from outloop.buffer.redis.keys import hash_tag, shard_tags
 from outloop.buffer.settings import Settings, build_settings, digest_of
 from outloop.buffer.settings.buffer import BufferSettings, holds_password
+from outloop.buffer.settings.section import Section
 from outloop.buffer.whole_file import whole_file
 
+TOKENIZER = "tokenizer.json"
+"""In the folder of a model, and a copy in the folder of a run."""
 HIDES_ALL = "*\n"
 """What .gitignore of a run's folder holds."""
 
@@ -110,6 +115,7 @@ def create_run(settings: Settings, run_dir: Path, redis_url: str) -> Run:
     else:
         run_id = f"{settings.run.name}-{secrets.token_hex(4)}"
     keys = keep_keys(_keys_path(settings, run_dir))
+    _keep_tokenizer(settings.model.path, run_dir)
     _write_private(run_dir / "settings.json", settings.model_dump_json(indent=1))
     facts = {"run_id": run_id, "redis_url": redis_url, "digest": settings.digest()}
     _write_private(run_path, json.dumps(facts))
@@ -120,6 +126,14 @@ def create_run(settings: Settings, run_dir: Path, redis_url: str) -> Run:
         redis_url=of_run(access, hash_tag(run_id)),
         keys=keys,
     )
+
+
+def _keep_tokenizer(model_path: Path, run_dir: Path) -> None:
+    """Copy the policy's tokenizer, so that episodes can be read wherever the folder is."""
+    source, kept = model_path / TOKENIZER, run_dir / TOKENIZER
+    if source.is_file() and not kept.exists():
+        with whole_file(kept) as writing:
+            shutil.copyfile(source, writing)
 
 
 def make_run_folder(settings: Settings, run_dir: Path) -> None:
@@ -206,14 +220,13 @@ def load_run(run_dir: Path) -> Run:
     """
     settings = load_run_settings(run_dir)
     facts = json.loads((run_dir / "run.json").read_text())
-    keys_path = _keys_path(settings, run_dir)
+    found = with_found_paths(settings, run_dir)
+    keys_path = _keys_path(found, run_dir)
     return Run(
         run_id=facts["run_id"],
         dir=run_dir,
         settings=settings,
-        redis_url=of_run(
-            with_access(facts["redis_url"], settings.buffer), hash_tag(facts["run_id"])
-        ),
+        redis_url=of_run(with_access(facts["redis_url"], found.buffer), hash_tag(facts["run_id"])),
         keys=RunKeys(**json.loads(read_secret(keys_path, "run.keys_file"))),
     )
 
@@ -250,6 +263,34 @@ def load_run_settings(run_dir: Path) -> Settings:
     if settings.digest() != started_with:
         raise SettingsError(other_release)
     return settings
+
+
+def with_found_paths(settings: Settings, run_dir: Path) -> Settings:
+    """Return the settings of the run in `run_dir` for a process in any folder: relative paths are
+    those of the folder in which the run was started, where the files are still there.
+
+    The digest of the result may differ from the run's.
+    """
+    own = settings.run.dir / settings.run.name
+    parts = run_dir.absolute().parts
+    root = settings.env.import_dir
+    if not own.is_absolute() and parts[-len(own.parts) :] == own.parts:
+        root = Path(*parts[: -len(own.parts)])
+    return settings if root is None else _found_from(settings, root)
+
+
+_Table = TypeVar("_Table", bound=Section)
+
+
+def _found_from(section: _Table, root: Path) -> _Table:
+    changed: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            changed[name] = _found_from(value, root)
+        elif isinstance(value, Path) and not value.is_absolute() and (root / value).exists():
+            changed[name] = root / value
+    return section.model_copy(update=changed)
 
 
 def read_secret(path: Path, name: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import FailureKind, Outcome, Purpose, Turn
-from outloop.buffer.settings import Settings
+from outloop.buffer.run import TOKENIZER
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ def is_failure(outcome: str | None, failure_kind: str | None) -> bool:
 
 
 def read_transcripts(
-    reader: BufferReader, settings: Settings, *, failed: bool = False
+    reader: BufferReader, run_dir: Path, *, failed: bool = False
 ) -> Iterator[Transcript]:
     """Closed episodes that are still in Redis, each once; `failed`: only those that failed.
 
@@ -64,9 +64,9 @@ def read_transcripts(
     contains their group, or the group is dropped.
 
     Raises:
-        SettingsError: the policy's tokenizer.json cannot be read.
+        SettingsError: the tokenizer in the run's folder cannot be read.
     """
-    for transcript in Transcripts(reader, settings).read_new():
+    for transcript in Transcripts(reader, run_dir).read_new():
         if transcript.is_failed or not failed:
             yield transcript
 
@@ -74,10 +74,10 @@ def read_transcripts(
 class Transcripts:
     """Closed episodes of a run as text, while it goes on."""
 
-    def __init__(self, reader: BufferReader, settings: Settings) -> None:
-        """Raises SettingsError if the policy's tokenizer.json cannot be read."""
+    def __init__(self, reader: BufferReader, run_dir: Path) -> None:
+        """Raises SettingsError if the tokenizer in the run's folder cannot be read."""
         self._reader = reader
-        self._decode = _Decoder(settings.model.path)
+        self._decode = _Decoder(run_dir / TOKENIZER)
         self._seen: set[str] = set()
 
     def read_new(self) -> Iterator[Transcript]:
@@ -117,16 +117,15 @@ class Transcripts:
 class _Decoder:
     """Token ids as text, by the policy's tokenizer."""
 
-    def __init__(self, model_path: Path) -> None:
+    def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
 
-        path = model_path / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
+        except Exception as error:  # tokenizers raises Exception itself
             raise SettingsError(
-                f"model.path={str(model_path)!r}: tokenizer.json cannot be read ({error}); start "
-                "the command in the folder in which the run was started"
+                f"{path} cannot be read ({error}); copy the tokenizer.json of the run's model.path "
+                "there"
             ) from error
 
     def turn(self, turn: Turn) -> TurnText:

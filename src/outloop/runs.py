@@ -116,7 +116,7 @@ class Run:
             limit: the newest so many; None: all.
 
         Raises:
-            SettingsError: the policy's tokenizer is not where the settings say.
+            SettingsError: the copy of the policy's tokenizer in the folder cannot be read.
             BufferUnavailable: the run has no archive, and its Redis is gone.
         """
         from outloop.buffer.cli.open_run import joined
@@ -135,7 +135,7 @@ class Run:
             found = read_archived_transcripts(folder, failed=failed, limit=limit)
         try:
             with joined(self.folder) as reader:
-                held = list(read_transcripts(reader, self.settings, failed=failed))
+                held = list(read_transcripts(reader, self.folder, failed=failed))
         except BufferUnavailable:
             if not known:
                 raise

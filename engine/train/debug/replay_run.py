@@ -16,7 +16,7 @@ from pathlib import Path
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import CheckpointMark, Group, Lease
-from outloop.buffer.run import load_run_settings
+from outloop.buffer.run import load_run_settings, with_found_paths
 from outloop.buffer.settings import Settings, build_settings, with_overrides
 from outloop.buffer.trajectories.folder import FOLDER
 from outloop.buffer.trajectories.steps import StepRecord, missing_steps, read_steps
@@ -144,7 +144,7 @@ def replay_run(
         SettingsError: the archive does not hold what the step needs; the sentence says what.
     """
     run_dir = run_dir.absolute()
-    settings = load_run_settings(run_dir)
+    settings = with_found_paths(load_run_settings(run_dir), run_dir)
     records = read_steps(run_dir)
     if step not in records:
         held = f"steps {min(records)} to {max(records)}" if records else "none"

@@ -50,14 +50,14 @@ def replay_recorded(file: Path, run_dir: Path, overrides: tuple[str, ...]) -> No
     The groups are trained in the order of FILE, from the weights of model.path. The result is a run
     folder of its own, DIR/replays/NAME, with the name of FILE. Nothing in FILE counts as stale.
     """
-    from outloop.buffer.run import load_run_settings
+    from outloop.buffer.run import load_run_settings, with_found_paths
     from outloop.buffer.settings import with_overrides
 
     here = (
         f"run.dir={json.dumps(str((run_dir / 'replays').absolute()))}",
         f"run.name={json.dumps(file.stem)}",
     )
-    settings = load_run_settings(run_dir)
+    settings = with_found_paths(load_run_settings(run_dir), run_dir)
     _train_on(with_overrides(settings, (*_NEVER_STALE, *overrides, *here)), file)
 
 

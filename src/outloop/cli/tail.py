@@ -23,13 +23,11 @@ def tail(run_dir: Path, failed: bool, full: bool, old: bool) -> None:
     Ends with the run, or by Ctrl-C.
     """
     from outloop.buffer.cli.open_run import joined
-    from outloop.buffer.run import load_run_settings
     from outloop.buffer.transcripts import Transcripts
     from outloop.engine.launch.stop_signals import stop_on_signals
 
-    settings = load_run_settings(run_dir)
     with stop_on_signals() as stop, joined(run_dir) as reader:
-        transcripts = Transcripts(reader, settings)
+        transcripts = Transcripts(reader, run_dir)
         if not old:
             transcripts.skip_old()
         is_last = False
