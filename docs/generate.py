@@ -111,7 +111,7 @@ A run writes one JSON object for each step and each evaluation to `runs/NAME/met
 them, `telemetry.trackers` sends them elsewhere ([trackers.md](trackers.md)), and Prometheus gets them from one page:
 `train/reward_mean` is `outloop_train_reward_mean` there.
 
-The line that `outloop train` prints for each step has seven of them:
+The line that `outloop train` prints for each step has these:
 
 | in the line | metric | look twice when |
 |---|---|---|
@@ -141,7 +141,10 @@ the checks that need no GPU, and by the formulas of `outloop check` they fit. Wh
 
 `model.path` is a repository of the Hugging Face hub: it is downloaded at the start. The tasks are those of
 [examples/math](../math), so that there is something to play; put your own in their place. Start in the root of the
-repository, first `outloop check FILE`, then `outloop train FILE`.
+repository, in an environment with the extras `gpu` and `examples` (`pip install '.[gpu,examples]'`): `outloop check FILE`
+needs nothing else. SGLang has an environment of its own: make it as [servers](../../docs/servers.md#sglang-on-gpus) says, or
+name yours as `server.sglang_python`, which is `/opt/sglang/bin/python` in these files. `outloop doctor --config FILE` says
+what is missing on the machine with the GPUs; then `outloop train FILE`.
 
 ## What each takes
 
@@ -161,11 +164,13 @@ while servers on its GPU have released theirs, a tenth of the GPU left free. `ma
   billion parameters, 64 GiB for each of eight ranks before anything is served. On two nodes of 80 GB one serves and
   one trains, with 4 GiB to spare by the formulas, which is little. Experts are computed one after the other
   ([limitations](../../docs/limitations.md)): its update will take far longer than the table says.
-* `qwen3-30b-a3b-two-nodes.toml` is not for `outloop train`, which starts all parts on one machine. Both nodes need
-  the run's folder on a shared file system and a Redis at `node-a`; then, by
-  [operating](../../docs/operating.md#parts-on-several-machines): `outloop init FILE`; on node-a `outloop server
-  --index 0` to `3` with `CUDA_VISIBLE_DEVICES` of two GPUs each, `outloop router` and `outloop runner`; on node-b
-  `outloop trainer`. The model must be at the same path on both: download it with the same `HF_HOME`.
+* `qwen3-30b-a3b-two-nodes.toml` is for `outloop submit slurm`: `outloop train` starts all parts on one machine. Slurm gives
+  each part nodes of its own, so that the job takes four, two of them without GPUs. On just two, start the parts by hand, as
+  [operating](../../docs/operating.md#parts-on-several-machines) says. Both nodes need the run's folder on a shared file
+  system, the model at the same path (download it with the same `HF_HOME`), and a Redis, here at `node-a`: `outloop init FILE`
+  with `--set buffer.redis_url=redis://node-a:6379 --set publish.host=node-b --set router.host=0.0.0.0 --set
+  server.host=0.0.0.0`; on node-a `outloop server --index 0` to `3` with `CUDA_VISIBLE_DEVICES` of two GPUs each, `outloop
+  router` and `outloop runner`; on node-b `outloop trainer`.
 """
 
 

@@ -70,6 +70,12 @@ class Component:
     gpus: int = 0
     num_nodes: int | None = None
 
+    def sentence(self) -> str:
+        """For a person: "server (2 tasks of 4 CPUs and 2 GPUs)"."""
+        tasks = f"{self.num_tasks} tasks" if self.num_tasks > 1 else "1 task"
+        gpus = f" and {self.gpus} GPUs" if self.gpus else ""
+        return f"{self.part} ({tasks} of {self.cpus} CPUs{gpus})"
+
     def options(self, gpu_type: str | None) -> list[str]:
         """As sbatch and srun spell them."""
         words = [
@@ -126,6 +132,26 @@ def components(settings: Settings) -> tuple[Component, ...]:
                 )
             )
     return tuple(found)
+
+
+def nodes_needed(settings: Settings) -> list[str]:
+    """Say, for a person, how many nodes the job takes and what it expects to be there.
+
+    Raises:
+        SettingsError: as `components`.
+    """
+    found = components(settings)
+    least = sum(component.num_nodes or 1 for component in found)
+    parts = ", ".join(component.sentence() for component in found)
+    said = [f"at least {least} nodes, each component on nodes of its own: {parts}"]
+    url = settings.buffer.redis_url
+    if url is not None:
+        said.append(
+            f"warning: the job starts no Redis and waits for {url} "
+            "(buffer.redis_url), which every node must reach; leave the setting out to have the "
+            "job start one"
+        )
+    return said
 
 
 class SlurmPlacement:

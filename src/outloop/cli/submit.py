@@ -21,12 +21,14 @@ def submit() -> None:
 def slurm(config: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
     """Submit the run of CONFIG as one heterogeneous Slurm job, described by [deploy]."""
     from outloop.buffer.settings import load_settings
-    from outloop.engine.launch.deploy.slurm import batch_script, submit_job
+    from outloop.engine.launch.deploy.slurm import batch_script, nodes_needed, submit_job
     from outloop.engine.launch.model_folder import with_model_folder
     from outloop.engine.launch.settings_checks import check_before_start
 
     settings = load_settings(config, overrides)
     script = batch_script(settings, config, overrides)
+    for sentence in nodes_needed(settings):
+        click.echo(sentence, err=True)
     if dry_run:
         click.echo(script, nl=False)
         return

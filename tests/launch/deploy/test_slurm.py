@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from fakes.torchrun_words import program_of
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
+from outloop.cli import cli
 from outloop.engine.launch.deploy.slurm import SlurmPlacement, batch_script, submit_job
 from outloop.engine.launch.deploy.slurm_nodes import SlurmNodes, allocation_words
 
@@ -39,6 +41,35 @@ def test_each_part_has_a_component_of_its_own(written: Written) -> None:
     assert {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-task=H100:4"} <= {*trainer}
     assert "--ntasks=3" in runner
     assert not any("gpus" in option for option in control + runner)
+
+
+def test_whoever_submits_is_told_of_nodes_and_of_redis(written: Written) -> None:
+    """On the terminal, not in the script: the nodes that Slurm will take, and a Redis that nobody
+    starts."""
+    _, config = written()
+    run_dir = f"run.dir={config.parent / 'runs'}"
+    command = ["submit", "slurm", str(config), "--dry-run", "--set", run_dir]
+    answer = CliRunner().invoke(cli, command, catch_exceptions=False)
+    assert answer.stdout.startswith("#!/bin/bash\n")
+    # Control, servers and runners one each, the trainer two.
+    assert answer.stderr.startswith("at least 5 nodes")
+    assert "server (2 tasks of 6 CPUs and 2 GPUs), trainer (2 tasks" in answer.stderr
+    assert "Redis" not in answer.stderr
+    there = [*command, "--set", "buffer.redis_url=redis://there:6379"]
+    answer = CliRunner().invoke(cli, there, catch_exceptions=False)
+    assert "warning: the job starts no Redis and waits for redis://there:6379" in answer.stderr
+    assert "warning" not in answer.stdout
+
+
+def test_the_example_for_two_nodes_is_one_to_submit() -> None:
+    """It starts its own Redis, and takes two nodes with GPUs and two without."""
+    path = Path(__file__).parents[3] / "examples/gpu/qwen3-30b-a3b-two-nodes.toml"
+    answer = CliRunner().invoke(cli, ["submit", "slurm", str(path), "--dry-run"])
+    assert answer.exit_code == 0
+    assert answer.stderr.startswith("at least 4 nodes")
+    assert "warning" not in answer.stderr
+    assert "outloop redis" in answer.stdout
+    assert '--set=publish.host="\'"$(scontrol' in answer.stdout
 
 
 def test_the_script_is_one_for_bash_and_holds_no_secret(written: Written, tmp_path: Path) -> None:
