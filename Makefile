@@ -288,7 +288,7 @@ compose-check:
 compose-test: compose-check
 	$(PYTHON) -u tests/docker/stack.py
 
-# Sandboxes of docker, podman and gVisor, whichever is here; IMAGE holds a Python 3.8 or newer as python3.
+# Sandboxes of docker and podman, whichever is here; IMAGE holds a Python 3.8 or newer as python3.
 IMAGE ?= python:3.11-slim
 test-container: $(STAMP)
 	OUTLOOP_SANDBOX_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m container tests/envs/sandbox

@@ -12,13 +12,11 @@ from outloop.buffer.errors import SettingsError
 from outloop.envs.sandbox.api import Limits, Sandbox
 from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
 from outloop.envs.sandbox.container import ContainerSandbox
-from outloop.envs.sandbox.gvisor import GvisorSandbox
 from outloop.envs.sandbox.unprotected import SubprocessSandbox
 
 SANDBOXES: Mapping[str, Callable[..., Sandbox]] = {
     "bubblewrap": BubblewrapSandbox,
     "container": ContainerSandbox,
-    "gvisor": GvisorSandbox,
     "subprocess": SubprocessSandbox,
 }
 

@@ -266,12 +266,7 @@ def set_limits(
         ceiling = resource.getrlimit(name)[1]
         if ceiling != resource.RLIM_INFINITY:
             soft, hard = min(soft, ceiling), min(hard, ceiling)
-        try:
-            resource.setrlimit(name, (soft, hard))
-        except ValueError:
-            # gVisor refuses a limit of what it has none of; Linux refuses to raise one only.
-            if name not in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_SIGPENDING):
-                raise
+        resource.setrlimit(name, (soft, hard))
 
 
 def _mount_terminals() -> None:

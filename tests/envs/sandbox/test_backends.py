@@ -30,7 +30,7 @@ def test_a_missing_bubblewrap_is_reported_and_not_replaced(tmp_path: Path) -> No
     """The package and the alternatives are named; nothing weaker is taken."""
     code = (
         "from outloop.envs.sandbox.backends import open_sandbox\n"
-        "for name in ('bubblewrap', 'container', 'gvisor', 'bwrap'):\n"
+        "for name in ('bubblewrap', 'container', 'bwrap'):\n"
         "    try: open_sandbox(name)\n"
         "    except Exception as error: print(type(error).__name__, error)\n"
     )
@@ -41,11 +41,10 @@ def test_a_missing_bubblewrap_is_reported_and_not_replaced(tmp_path: Path) -> No
         text=True,
         check=True,
     )
-    bubblewrap, container, gvisor, unknown = answer.stdout.splitlines()
+    bubblewrap, container, unknown = answer.stdout.splitlines()
     assert re.search(r"SettingsError.*install the package bubblewrap.*container.*subp", bubblewrap)
     assert "none of docker, podman is on PATH" in container
-    assert re.search(r"SettingsError.*no runsc on PATH; install gVisor", gvisor)
-    assert "bubblewrap, container, gvisor, subprocess are allowed" in unknown
+    assert "bubblewrap, container, subprocess are allowed" in unknown
 
 
 def test_an_engine_that_does_not_answer_is_reported(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ LIMITS = Limits(
     params=[
         "bubblewrap",
         "subprocess",
-        *(pytest.param(name, marks=pytest.mark.container) for name in ("container", "gvisor")),
+        pytest.param("container", marks=pytest.mark.container),
     ]
 )
 async def session(request: pytest.FixtureRequest) -> AsyncIterator[Session]:
