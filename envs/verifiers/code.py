@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import re
 import symtable
 import sys
 import time
@@ -23,6 +24,7 @@ from outloop.buffer.records import Task
 from outloop.envs.sandbox.api import Limits, Program, RunResult, Sandbox, Session
 from outloop.envs.sandbox.backends import open_sandbox
 from outloop.envs.verifiers import isolated_unit_tests
+from outloop.envs.verifiers.blame import lowest_if_it_raises
 from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.task_fields import code_of, field_of, num_cores
 from outloop.envs.verifiers.turns import SHORT_CPU_S, SHORT_S, Turns
@@ -30,6 +32,14 @@ from outloop.envs.verifiers.turns import SHORT_CPU_S, SHORT_S, Turns
 _PACKAGE = Path(isolated_unit_tests.__file__).parent
 _MAX_CALLS = 500
 """After so many calls a session is replaced."""
+_ALIASES = {
+    "np": "numpy",
+    "pd": "pandas",
+    "sp": "scipy",
+    **{name: name for name in ("numpy", "pandas", "scipy", "sympy", "torch", "pytest")},
+}
+"""Modules that tests use without an import, by the names that everybody gives them."""
+_READS_INPUT = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\s*\(\s*0|\bfileinput\b|os\.read\(0")
 _MAX_EXPECTED_BYTES = 16 * 2**20
 """Of an expected output; the output of the code is kept as far as that reaches, and beyond."""
 
@@ -133,6 +143,14 @@ class UnitTests(_JudgesPrograms):
     `field`: source that asserts, or a list of such. A source that defines `check(candidate)`, as
     HumanEval's do, has it called with `entry_point_field`. Code that does not define the entry
     point continues `prompt_field`; the tests can use other definitions in the prompt too.
+
+    Of the code, tests reach the entry point, the names in the list `names_field`, and those that
+    the source in `reference_field` defines, such as a reference solution. Without an entry point,
+    that is also the only name that the tests use and nobody defines.
+
+    A test that uses what a call returns finds the arguments as they were before, since
+    `f(a) == sorted(a)` would say nothing if `f` emptied `a`. A call that is a statement of its own
+    changes them. `changes_arguments`: every call does.
     """
 
     def __init__(
@@ -141,6 +159,9 @@ class UnitTests(_JudgesPrograms):
         field: str = "test",
         entry_point_field: str = "entry_point",
         prompt_field: str = "prompt",
+        names_field: str = "names",
+        reference_field: str = "code",
+        changes_arguments: bool = False,
         gives_part: bool = False,
         sandbox: str | Sandbox = "bubblewrap",
         limits: Limits | None = None,
@@ -149,31 +170,66 @@ class UnitTests(_JudgesPrograms):
         self._field = field
         self._entry_point_field = entry_point_field
         self._prompt_field = prompt_field
+        self._names_field = names_field
+        self._reference_field = reference_field
+        self._changes_arguments = changes_arguments
         self._gives_part = gives_part
 
+    def check_task(self, task: Task) -> None:
+        """Refuse a task whose tests cannot be run.
+
+        Raises:
+            EnvironmentFailure: they are no Python, there are none, or they use a name that nobody
+                defines.
+        """
+        self._tests_of(task)
+
+    def _tests_of(self, task: Task) -> _Tests:
+        tests = field_of(task, self._field, object)
+        sources = tuple(str(test) for test in tests) if isinstance(tests, list) else (str(tests),)
+        entry_point = str(task.payload.get(self._entry_point_field) or "")
+        prompt = str(task.payload.get(self._prompt_field) or "")
+        is_code = bool(entry_point) and f"def {entry_point}" in prompt
+        listed = task.payload.get(self._names_field)
+        reference = task.payload.get(self._reference_field)
+        try:
+            read = names_read(
+                sources,
+                entry_point,
+                prompt=prompt if is_code else "",
+                listed=tuple(map(str, listed)) if isinstance(listed, list) else (),
+                reference=reference if isinstance(reference, str) else "",
+            )
+        except EnvironmentFailure as error:
+            raise EnvironmentFailure(f"task_id={task.task_id!r}: {error}") from error
+        return _Tests(sources, entry_point, prompt if is_code else "", read)
+
+    @lowest_if_it_raises
     async def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0, or with `gives_part` the share of the tests that passed.
 
         Raises:
-            EnvironmentFailure: the tests are no Python, or no session can be opened.
+            EnvironmentFailure: the tests cannot be run (see `check_task`), they pass without the
+                code, or no session can be opened.
         """
-        tests = field_of(task, self._field, object)
-        sources = [str(test) for test in tests] if isinstance(tests, list) else [str(tests)]
-        entry_point = str(task.payload.get(self._entry_point_field, ""))
-        prompt = str(task.payload.get(self._prompt_field, ""))
-        is_code = bool(entry_point) and f"def {entry_point}" in prompt
-        read = names_read(tuple(sources), entry_point)
+        tests = self._tests_of(task)
+        read, entry_point = tests.read, tests.entry_point
         job = {
-            "before": [prompt] if is_code else [],
-            "tests": list(zip(sources, read.define_check, strict=True)),
+            "before": [tests.prompt] if tests.prompt else [],
+            "tests": list(zip(tests.sources, read.define_check, strict=True)),
             "entry_point": entry_point,
             "names": read.names,
             "modules": read.modules,
+            "changes_arguments": self._changes_arguments,
         }
-        code = code_of(result.answer)
-        if is_code and f"def {entry_point}" not in code:
-            code = f"{prompt}\n{code}"
-
+        wanted = re.compile(
+            rf"^\s*(?:async\s+def|def|class)\s+(?:{'|'.join(map(re.escape, read.wanted))})\b"
+            rf"|^(?:{'|'.join(map(re.escape, read.wanted))})\s*[:=]",
+            re.MULTILINE,
+        )
+        code = code_of(result.answer, lambda code: wanted.search(code) is not None)
+        if tests.prompt and f"def {entry_point}" not in code:
+            code = f"{tests.prompt}\n{code}"
         verdict: dict[str, object] = {}
 
         async def judge(session: Session, limits: Limits, is_last: bool) -> bool:
@@ -188,7 +244,7 @@ class UnitTests(_JudgesPrograms):
             raise EnvironmentFailure(
                 f"task_id={task.task_id!r}: its tests cannot be run: {verdict['broken']}"
             )
-        share = int(str(verdict.get("passed", 0))) / max(1, len(sources))
+        share = int(str(verdict.get("passed", 0))) / len(tests.sources)
         return share if self._gives_part else float(share == 1.0)
 
 
@@ -197,23 +253,46 @@ class NamesRead:
     """The names that tests use and do not define."""
 
     names: tuple[str, ...]
-    """Names of the code or the prompt: neither the tests nor Python define them."""
-    modules: tuple[str, ...]
-    """Modules of Python that the tests use without an import; the code cannot replace them."""
+    """Names that are the code's."""
+    modules: tuple[tuple[str, str], ...]
+    """(name, module) of modules that the tests use without an import; the code cannot replace
+    them."""
     define_check: tuple[bool, ...]
     """For each test, whether it defines `check`."""
+    wanted: tuple[str, ...]
+    """What the code has to define: the entry point, or else `names`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tests:
+    """What a task says of its tests."""
+
+    sources: tuple[str, ...]
+    entry_point: str
+    prompt: str
+    """The code that an answer may continue; empty: none."""
+    read: NamesRead
 
 
 @lru_cache(maxsize=1024)
-def names_read(tests: tuple[str, ...], entry_point: str) -> NamesRead:
+def names_read(
+    tests: tuple[str, ...],
+    entry_point: str,
+    *,
+    prompt: str = "",
+    listed: tuple[str, ...] = (),
+    reference: str = "",
+) -> NamesRead:
     """Find the names that the tests use and do not define.
 
-    The code under test may define any name; names that Python or the tests define keep their
-    meaning.
+    Names that Python or the tests define keep their meaning, whatever the code defines. The code
+    may define `entry_point`, the names that are `listed`, and what `prompt` and `reference` define.
 
     Raises:
-        EnvironmentFailure: the tests are no Python.
+        EnvironmentFailure: the tests are no Python, there are none, or nobody may define a name.
     """
+    if not tests:
+        raise EnvironmentFailure("its tests cannot be run: there are none")
     read: set[str] = set()
     used_alone: set[str] = set()
     defined_by: list[set[str]] = []
@@ -222,7 +301,9 @@ def names_read(tests: tuple[str, ...], entry_point: str) -> NamesRead:
             tree = ast.parse(test)
             table = symtable.symtable(test, "tests.py", "exec")
         except (SyntaxError, ValueError) as error:
-            raise EnvironmentFailure(f"tests that are no Python cannot be run: {error}") from error
+            raise EnvironmentFailure(
+                f"its tests cannot be run: tests that are no Python: {error}"
+            ) from error
         some_read, some_defined = _globals_of(table)
         read |= some_read
         defined_by.append(some_defined)
@@ -242,14 +323,40 @@ def names_read(tests: tuple[str, ...], entry_point: str) -> NamesRead:
         for name in read - defined
         if name == entry_point or not (name in vars(builtins) or name.startswith("__"))
     }
+    by_prompt = _defined_by(prompt)
+    known = {entry_point, *listed, *_defined_by(reference)} - {""}
     modules = {
-        name for name in (free & sys.stdlib_module_names) - used_alone if name != entry_point
+        name: _ALIASES.get(name, name)
+        for name in free - known - by_prompt
+        if name in _ALIASES or (name in sys.stdlib_module_names and name not in used_alone)
     }
+    unknown = free - known - by_prompt - set(modules) - ({"candidate"} if entry_point else set())
+    if not known and len(unknown) == 1:
+        known = unknown
+    elif unknown:
+        raise EnvironmentFailure(
+            f"its tests cannot be run: they use {', '.join(sorted(unknown))}, which neither they "
+            "nor Python nor the task defines; import them in the tests, name the function under "
+            "test as entry_point, or list the names of the code in the field names"
+        )
+    names = tuple(sorted(free & (known | by_prompt)))
+    wanted = (entry_point,) if entry_point else names
     return NamesRead(
-        names=tuple(sorted(free - modules)),
-        modules=tuple(sorted(modules)),
+        names=names,
+        modules=tuple(sorted(modules.items())),
         define_check=tuple("check" in names for names in defined_by),
+        wanted=wanted,
     )
+
+
+def _defined_by(source: str) -> set[str]:
+    """Global names that a source defines; it may end with the head of a function."""
+    for text in (source, f"{source}\n    pass\n"):
+        try:
+            return _globals_of(symtable.symtable(text, "code.py", "exec"))[1]
+        except (SyntaxError, ValueError):
+            continue
+    return set()
 
 
 def _globals_of(table: symtable.SymbolTable) -> tuple[set[str], set[str]]:
@@ -288,10 +395,26 @@ class InputOutput(_JudgesPrograms):
         self._field = field
         self._gives_part = gives_part
 
+    def check_task(self, task: Task) -> None:
+        """Refuse a task whose cases cannot be judged.
+
+        Raises:
+            EnvironmentFailure: there are none, or one has no input, no output, or too long a one.
+        """
+        self._cases_of(task)
+
+    def _cases_of(self, task: Task) -> list[tuple[bytes, bytes]]:
+        cases = field_of(task, self._field, list)
+        if not cases:
+            raise EnvironmentFailure(f"task_id={task.task_id!r}: {self._field!r} has no case")
+        return [_case(task, case) for case in cases]
+
+    @lowest_if_it_raises
     async def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0, or with `gives_part` the share of the cases that came out right."""
-        cases = [_case(task, case) for case in field_of(task, self._field, list)]
-        files = {"main.py": code_of(result.answer).encode(errors="replace")}
+        cases = self._cases_of(task)
+        code = code_of(result.answer, lambda code: _READS_INPUT.search(code) is not None)
+        files = {"main.py": code.encode()}
         num_done = num_right = 0
 
         async def judge(session: Session, limits: Limits, is_last: bool) -> bool:
@@ -314,7 +437,7 @@ class InputOutput(_JudgesPrograms):
             return True
 
         await self._judge(judge)
-        share = num_right / max(1, len(cases))
+        share = num_right / len(cases)
         return share if self._gives_part else float(share == 1.0)
 
 
@@ -348,7 +471,7 @@ def _tests_side(job: dict[str, object]) -> Program:
 
 
 def _code_side(code: str) -> Program:
-    files = _side("candidate_process") | {"code.txt": code.encode(errors="replace")}
+    files = _side("candidate_process") | {"code.txt": code.encode()}
     return Program(command=("python", "main.py"), files=files)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from outloop.envs.verifiers.judgement_pool import Judgement
+from outloop.envs.verifiers.task_fields import strict_json
 
 _RIGHT, _WRONG = "right", "wrong"
 _WORKER_BYTES = 2 * 2**30
@@ -49,7 +50,7 @@ def judge_json_schema(schema: str, answer: str) -> Judgement:
     except jsonschema.SchemaError as error:
         return Judgement(error=f"the schema is none: {error.message}")
     try:
-        is_valid = validator.is_valid(json.loads(answer))
+        is_valid = validator.is_valid(strict_json(answer))
     except (ValueError, RecursionError):
         is_valid = False
     return Judgement(value="valid" if is_valid else "invalid")

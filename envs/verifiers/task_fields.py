@@ -1,23 +1,23 @@
-"""Reads fields of tasks, and code from answers, for verifiers.
+"""Reads fields of tasks, and text and JSON of answers, for verifiers.
 
-If a task lacks a field that its verifier needs, that is an EnvironmentFailure. No answer of a
-policy raises here.
+If a task lacks a field that its verifier needs, that is an EnvironmentFailure.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
-import re
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from outloop.buffer.errors import EnvironmentFailure
 from outloop.buffer.records import Task
+from outloop.envs.verifiers.code_blocks import find_code
 
 T = TypeVar("T")
 MAX_ANSWER_CHARS = 200_000
 """Longer answers are judged by their end."""
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
-
 
 NUM_CORES_VARIABLE = "OUTLOOP_WORKER_CORES"
 """Environment variable with a worker process's share of the machine's cores."""
@@ -49,18 +49,49 @@ def text_of(task: Task, name: str) -> str:
     value = task.payload.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    return field_of(task, name, str)
+    return _encodable(field_of(task, name, str))
 
 
 def end_of(answer: str) -> str:
-    """The end of an answer, as long as it can be judged."""
-    return answer[-MAX_ANSWER_CHARS:]
+    """The end of an answer, as long as it can be judged, and as text that can be encoded."""
+    return _encodable(answer[-MAX_ANSWER_CHARS:])
 
 
-def code_of(answer: str) -> str:
-    """The code of an answer: its last fenced block (of Python, if there is one), or all of it."""
-    blocks: list[tuple[str, str]] = _FENCE.findall(end_of(answer))
-    named = [code for language, code in blocks if language.lower() in ("python", "py", "python3")]
-    if named:
-        return named[-1]
-    return blocks[-1][1] if blocks else end_of(answer)
+def code_of(answer: str, is_wanted: Callable[[str], bool] = lambda code: True) -> str:
+    """The code of an answer; of several blocks the last that is wanted (see `code_blocks`)."""
+    return find_code(end_of(answer), is_wanted)
+
+
+def _encodable(text: str) -> str:
+    """Join the halves of surrogate pairs; a half alone becomes U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def strict_json(text: str) -> Any:
+    """Read JSON as RFC 8259 has it, without the liberties of Python's reader.
+
+    Raises:
+        ValueError: it is none, or has NaN, an infinity, a number beyond a float, or a name twice.
+        RecursionError: it is too deep.
+    """
+    return json.loads(
+        text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_named_once
+    )
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        raise ValueError("a number is too large")
+    return number
+
+
+def _named_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice in one object")
+    return found

@@ -9,16 +9,29 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 
+from outloop.buffer.errors import EnvironmentFailure
 from outloop.buffer.records import Task
+from outloop.envs.verifiers.blame import lowest_if_it_raises
 from outloop.envs.verifiers.judgement_pool import JudgementPool
 from outloop.envs.verifiers.result import Result
 from outloop.envs.verifiers.task_fields import end_of, field_of, text_of
 
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][+-]?\d{1,3})?")
+_NUMBER = re.compile(
+    r"(?<![\w)\]])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?"
+    r"|(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?",
+    re.IGNORECASE | re.ASCII,
+)
+"""A minus after a letter, a digit or a bracket is an operator, or joins a range."""
 _MAX_NUMBER_CHARS = 400
+_MINUS = "\u2212\u2010\u2011\u2012\u2013\ufe63\uff0d"
+_GROUPING = "\u00a0\u2007\u2009\u202f'\u2019\uff0c\u066c"
+_POINTS = "\uff0e\u066b"
+_RELATIVE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +41,7 @@ class Exact:
     field: str = "answer"
     ignores_case: bool = False
 
+    @lowest_if_it_raises
     def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0."""
         expected, answer = text_of(task, self.field).strip(), result.answer.strip()
@@ -38,40 +52,79 @@ class Exact:
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """The last number of the answer equals the task's, within a tolerance."""
+    """The last number of the answer equals the task's: whole numbers exactly, others closely."""
 
     field: str = "answer"
-    relative: float = 1e-6
+    relative: float | None = None
+    """Relative tolerance. None: 1e-6, and none if the task's number is whole."""
     absolute: float = 1e-9
     marker: str = ""
     """Only the text after its last occurrence counts; "####" for example."""
 
+    @lowest_if_it_raises
     def __call__(self, task: Task, result: Result) -> float:
-        """1.0 or 0.0."""
-        expected = last_number(text_of(task, self.field))
+        """1.0 or 0.0.
+
+        Raises:
+            EnvironmentFailure: the task holds no number.
+        """
+        expected = _last(text_of(task, self.field))
         if expected is None:
-            raise ValueError(f"task_id={task.task_id!r}: {self.field!r} holds no number")
+            raise EnvironmentFailure(f"task_id={task.task_id!r}: {self.field!r} holds no number")
         answer = end_of(result.answer)
         if self.marker:
             _, found, answer = answer.rpartition(self.marker)
             if not found:
                 return 0.0
-        given = last_number(answer)
+        given = _last(answer)
         if given is None:
             return 0.0
-        return float(math.isclose(given, expected, rel_tol=self.relative, abs_tol=self.absolute))
+        if self.relative is None and expected == expected.to_integral_value():
+            return float(abs(given - expected) <= Decimal(self.absolute))
+        relative = _RELATIVE if self.relative is None else self.relative
+        return float(
+            math.isclose(float(given), float(expected), rel_tol=relative, abs_tol=self.absolute)
+        )
 
 
 def last_number(text: str) -> float | None:
-    """The last number written in decimal digits; commas between thousands are skipped."""
-    last = None
-    for match in _NUMBER.finditer(text):
-        if any(character.isdigit() for character in match[0][:_MAX_NUMBER_CHARS]):
-            last = match[0]
-    if last is None or len(last) > _MAX_NUMBER_CHARS:
+    """The last number written in decimal digits of any script, as people write numbers.
+
+    A minus may be any character that looks like one. Commas, apostrophes and narrow spaces between
+    thousands are skipped.
+    """
+    number = _last(text)
+    return None if number is None else float(number)
+
+
+def _last(text: str) -> Decimal | None:
+    last = ""
+    for match in _NUMBER.finditer(_plain(text)):
+        last = match[0]
+    if not last or len(last) > _MAX_NUMBER_CHARS:
         return None
-    number = float(last.replace(",", ""))
-    return number if math.isfinite(number) else None
+    digits = last.replace(",", "")
+    return Decimal(digits) if math.isfinite(float(digits)) else None
+
+
+def _plain(text: str) -> str:
+    """The text with ASCII digits, minuses, points and commas between thousands."""
+    if text.isascii():
+        return re.sub(r"(?<=\d)(?:\{,\}|,\\!|\\,|['_])(?=\d{3})", ",", text)
+    plain = []
+    for character in text:
+        if character in _MINUS:
+            plain.append("-")
+        elif character in _GROUPING:
+            plain.append(",")
+        elif character in _POINTS:
+            plain.append(".")
+        elif character.isdecimal():
+            plain.append(str(unicodedata.decimal(character)))
+        else:
+            # No other character is a letter or a digit of ASCII.
+            plain.append(character)
+    return _plain("".join(plain).encode("ascii", "replace").decode())
 
 
 class Regex:
@@ -90,6 +143,7 @@ class Regex:
         self._timeout_s = timeout_s
         self._workers = workers or JudgementPool()
 
+    @lowest_if_it_raises
     async def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0; an answer that cannot be matched in time is wrong."""
         expected = text_of(task, self._field) if self._pattern.groups else ""
@@ -120,6 +174,7 @@ class JsonSchema:
         self._timeout_s = timeout_s
         self._workers = workers or JudgementPool(preload=("jsonschema",))
 
+    @lowest_if_it_raises
     async def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0."""
         schema = self._schema if self._schema is not None else field_of(task, self._field, dict)

@@ -1,18 +1,19 @@
 """Reads tool calls from an answer and compares them with those that a task allows.
 
-No answer raises: text that cannot be read is no call.
+No answer raises. Text that cannot be read is no call; beside calls, or between tags, it is a call
+that no task allows.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from outloop.buffer.records import Task
+from outloop.envs.verifiers.blame import lowest_if_it_raises
 from outloop.envs.verifiers.result import Result
-from outloop.envs.verifiers.task_fields import end_of, field_of
+from outloop.envs.verifiers.task_fields import end_of, field_of, strict_json
 
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 Call = tuple[str, Mapping[str, object]]
@@ -32,10 +33,11 @@ class ToolCalls:
     gives_part: bool = False
     """True: the share of the expected calls, less the unexpected calls."""
 
+    @lowest_if_it_raises
     def __call__(self, task: Task, result: Result) -> float:
         """1.0 or 0.0, or the share."""
         expected = field_of(task, self.field, list)
-        made = read_calls(result.answer)
+        made = _calls(result.answer)
         if self.is_ordered:
             num_right = sum(_allows(one, call) for one, call in zip(expected, made, strict=False))
         else:
@@ -47,16 +49,28 @@ class ToolCalls:
 
 def read_calls(answer: str) -> list[Call]:
     """The calls in an answer: JSON (one or a list, plain or in OpenAI's form), or between tags."""
+    return [call for call in _calls(answer) if call is not None]
+
+
+def _calls(answer: str) -> list[Call | None]:
+    """The calls in an answer; None for one that cannot be read, beside others or between tags."""
     text = end_of(answer)
     tagged = _TAGGED.findall(text)
-    values = [_json(part) for part in tagged] if tagged else [_json(text)]
-    found = [item for value in values for item in (value if isinstance(value, list) else [value])]
-    return [call for item in found if (call := _call(item)) is not None]
+    num_open = max(text.count("<tool_call>"), text.count("</tool_call>"))
+    if num_open:
+        unclosed: list[Call | None] = [None] * (num_open - len(tagged))
+        return [call for part in tagged for call in _calls_of(_json(part))] + unclosed
+    calls = _calls_of(_json(text))
+    return calls if any(call is not None for call in calls) else []
+
+
+def _calls_of(value: object) -> list[Call | None]:
+    return [_call(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def _json(text: str) -> object:
     try:
-        value: object = json.loads(text)
+        value: object = strict_json(text)
     except (ValueError, RecursionError):
         return None
     return value
@@ -73,7 +87,7 @@ def _call(item: object) -> Call | None:
     return (item["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def _num_matched(expected: Sequence[object], made: Sequence[Call]) -> int:
+def _num_matched(expected: Sequence[object], made: Sequence[Call | None]) -> int:
     """The largest number of calls that can be paired; a call may fit several expected ones."""
     partner: dict[int, int] = {}
 
@@ -90,7 +104,9 @@ def _num_matched(expected: Sequence[object], made: Sequence[Call]) -> int:
     return sum(place(one, set()) for one in range(len(expected)))
 
 
-def _allows(expected: object, call: Call) -> bool:
+def _allows(expected: object, call: Call | None) -> bool:
+    if call is None:
+        return False
     name, arguments = call
     if not isinstance(expected, dict):
         return False

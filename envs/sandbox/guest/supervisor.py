@@ -336,6 +336,12 @@ def main(kind: str, disk_bytes: int, max_files: int, events: int, base: str) -> 
 
 def _run_script(argv: list[str]) -> None:
     """Run a script in this interpreter, as `python SCRIPT ...` does."""
+    import site
+
+    # This interpreter began without site, which defines exit, quit, help, copyright and others.
+    site.setquit()
+    site.setcopyright()
+    site.sethelper()
     sys.argv = argv
     sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
     module = type(sys)("__main__")
@@ -347,7 +353,8 @@ def _run_script(argv: list[str]) -> None:
     except OSError as error:
         sys.exit(f"python: can't open file {argv[0]!r}: {error.strerror}")
     sys.excepthook = _show_own_frames
-    exec(compile(source, argv[0], "exec"), module.__dict__)
+    # Without the `from __future__` of this file.
+    exec(compile(source, argv[0], "exec", dont_inherit=True), module.__dict__)
 
 
 def _show_own_frames(

@@ -36,7 +36,9 @@ def main() -> None:
 
     try:
         with open("code.txt", encoding="utf-8", errors="surrogateescape") as file:
-            exec(compile(file.read(), "candidate.py", "exec"), module.__dict__)
+            # Without the `from __future__` of this file.
+            code = compile(file.read(), "candidate.py", "exec", dont_inherit=True)
+        exec(code, module.__dict__)
         names = [name for name in vars(module) if not name.startswith("__")]
         line.send({"names": names})
     except BaseException as error:  # noqa: BLE001 - all that the code raises is an answer

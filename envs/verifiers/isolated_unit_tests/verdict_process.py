@@ -7,9 +7,11 @@ sends fails a test.
 
 from __future__ import annotations
 
+import ast
 import builtins
 import importlib
 import json
+import re
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +44,11 @@ class Code:
     def __init__(self, line: MessageSocket) -> None:
         self._line = line
         self._num_answers = 0
+        self.changes_arguments = False
+        """Whether every call changes the tests' arguments as the code changed its own."""
+        self.takes_nan = False
+        self.is_away = False
+        """True: every question fails, as if the code were gone."""
 
     def names(self) -> list[str]:
         """The names that it defines; none if it could not be loaded."""
@@ -58,8 +65,13 @@ class Code:
         do: str,
         arguments: list[Any],
         names: dict[str, Any],
+        *,
+        changes: bool = False,
     ) -> Any:
         """Ask one question; the answer is plain data or a stand-in.
+
+        Args:
+            changes: the arguments are changed as the code changed its copies.
 
         Raises:
             CodeFailed, or the built-in exception that the code raised.
@@ -72,17 +84,21 @@ class Code:
             "arguments": encode(arguments, self._refer),
             "names": encode(names, self._refer),
         }
+        self._num_answers += 1
+        if self.is_away:
+            raise CodeFailed("the code under test is away")
         try:
             self._line.send(message)
             answer = self._line.receive()
-            self._num_answers += 1
             if "raised" in answer:
                 kind, text = answer["raised"]
                 raised = _exception(kind, text)
             else:
                 raised = None
                 value = decode(answer["value"], self._find)
-                if answer.get("changed") is not None:
+                if not self.takes_nan and _has_nan(value):
+                    raise ValueError("it gave a value that is not a number")
+                if (changes or self.changes_arguments) and answer.get("changed") is not None:
                     _change(arguments, decode(answer["changed"], self._find))
         except Exception as error:  # noqa: BLE001 - a process boundary: it may have sent anything
             raise CodeFailed(f"the code under test is gone: {type(error).__name__}") from None
@@ -101,7 +117,9 @@ class Code:
             return [on, path]
         # An argument that the code's answers produced is a failure of the code. One that only the
         # tests can have made, or that came before any answer, is a mistake in the tests.
-        if isinstance(value, _MADE_BY_TESTS) or not self._num_answers:
+        # An exception that a test caught comes from the code as well.
+        is_caught = isinstance(value, BaseException)
+        if isinstance(value, _MADE_BY_TESTS) or not (self._num_answers or is_caught):
             raise BadTests(
                 f"they give the code a {type(value).__name__}, and only plain data can be given to "
                 "code that runs in another process"
@@ -118,6 +136,10 @@ class StandIn:
     def __call__(self, *arguments: object, **names: object) -> object:
         code, on, path = self._where
         return code.ask(on, path, "call", list(arguments), names)
+
+    def _in_place(self, *arguments: object, **names: object) -> object:
+        code, on, path = self._where
+        return code.ask(on, path, "call", list(arguments), names, changes=True)
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -185,25 +207,68 @@ def _change(mine: list[Any], theirs: list[Any]) -> None:
             old.update(new)
 
 
+def _has_nan(value: Any) -> bool:
+    """Whether a value holds one that is not equal to itself: it is neither below nor above any."""
+    if isinstance(value, dict):
+        return any(_has_nan(key) or _has_nan(item) for key, item in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_has_nan, value))
+    return type(value) is not StandIn and bool(value != value)
+
+
+class _Statements(ast.NodeTransformer):
+    """Marks calls that are statements of their own: these may change their arguments."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        """Put the call's function into a call of `_IN_PLACE`."""
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Call):
+            name = ast.Name(id=_IN_PLACE, ctx=ast.Load())
+            node.value.func = ast.Call(func=name, args=[node.value.func], keywords=[])
+        return node
+
+
+_IN_PLACE = "__in_place__"
+_NAN = re.compile(r"(?<![a-z])(?:is_?)?nan(?![a-z])", re.IGNORECASE)
+"""Tests that speak of NaN may get it."""
+
+
+def _in_place(function: Any) -> Any:
+    """The function, or of the code one whose call changes the arguments."""
+    return function._in_place if type(function) is StandIn else function
+
+
+def _compile_test(source: str) -> types.CodeType:
+    tree = _Statements().visit(ast.parse(source, "tests.py"))
+    # Without the `from __future__` of this file.
+    return compile(ast.fix_missing_locations(tree), "tests.py", "exec", dont_inherit=True)
+
+
 def run(job: dict[str, Any], code: Code) -> dict[str, Any]:
     """Run the tests; the verdict does not reveal what they expect.
 
     Raises:
-        BadTests: they cannot be run, whatever the code is.
+        BadTests: they cannot be run, whatever the code is, or all pass without any.
     """
     # First, so that nothing can replace it.
     space: dict[str, Any] = {"__builtins__": vars(builtins), "__name__": "tests"}
+    space[_IN_PLACE] = _in_place
     for source in job["before"]:
         try:
             exec(_compile_stub(source), space)
         except Exception as error:
             raise BadTests(f"the code before them raised {error!r}") from error
-    for name in job["modules"]:
-        space.setdefault(name, importlib.import_module(name))
+    for name, module in job["modules"]:
+        try:
+            space.setdefault(name, importlib.import_module(module))
+        except ImportError as error:
+            raise BadTests(f"they use {name}: {error}; the sandbox has no such module") from error
     try:
-        tests = [(compile(test, "tests.py", "exec"), check) for test, check in job["tests"]]
-    except (SyntaxError, ValueError) as error:
+        tests = [(_compile_test(test), check) for test, check in job["tests"]]
+    except (SyntaxError, ValueError, RecursionError) as error:
         raise BadTests(f"they are no Python: {error}") from error
+    code.changes_arguments = job["changes_arguments"]
+    code.takes_nan = any(_NAN.search(test) for test, _ in job["tests"])
     defined = set(code.names())
     entry_point = job["entry_point"]
     if entry_point and entry_point not in defined:
@@ -213,24 +278,31 @@ def run(job: dict[str, Any], code: Code) -> dict[str, Any]:
             space[name] = StandIn(code, None, (name,))
     if entry_point:
         space["candidate"] = StandIn(code, None, (entry_point,))
-    num_passed = 0
-    for test, calls_check in tests:
-        try:
-            exec(test, space)
-            if calls_check:
-                space["check"](space["candidate"])
-            num_passed += 1
-        except (Exception, SystemExit):  # noqa: BLE001 - a failed test, whatever it raised
-            pass
+    num_passed = sum(_passes(test, calls_check, space) for test, calls_check in tests)
+    if num_passed == len(tests):
+        # Right code passes. So may tests that assert nothing, or that nobody calls.
+        code.is_away = True
+        if all(_passes(test, calls_check, space) for test, calls_check in tests):
+            raise BadTests("they pass although every call of the code fails: they test nothing")
     return {"passed": num_passed}
+
+
+def _passes(test: types.CodeType, calls_check: bool, space: dict[str, Any]) -> bool:
+    try:
+        exec(test, space)
+        if calls_check:
+            space["check"](space["candidate"])
+    except (Exception, SystemExit):  # noqa: BLE001 - a failed test, whatever it raised
+        return False
+    return True
 
 
 def _compile_stub(source: str) -> types.CodeType:
     """Compile code that may end with the head of a function, without its body."""
     try:
-        return compile(source, "before.py", "exec")
+        return compile(source, "before.py", "exec", dont_inherit=True)
     except IndentationError:
-        return compile(f"{source}\n    pass\n", "before.py", "exec")
+        return compile(f"{source}\n    pass\n", "before.py", "exec", dont_inherit=True)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import pytest
 import pytest_asyncio
 
 from outloop.buffer.errors import EnvironmentFailure
+from outloop.buffer.records import Task
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.verifiers.code import InputOutput, UnitTests
 
@@ -132,7 +133,7 @@ async def test_objects_work_across_the_wall(judge: Judge) -> None:
         "import math\nassert math.isnan(Box(float('nan')).size)",
     ]
     part = UnitTests(limits=LIMITS, gives_part=True)
-    assert await judge(part, code, entry_point="Box", test=tests) == 1.0
+    assert await judge(part, code, entry_point="Box", names=["sort", "count"], test=tests) == 1.0
     await part.tear_down()
 
 
@@ -159,3 +160,148 @@ async def test_a_program_is_judged_by_its_output(judge: Judge) -> None:
     assert await judge(verifier, f"{right}\nraise SystemExit(1)", cases=cases) == 0.0
     await verifier.tear_down()
     await part.tear_down()
+
+
+@pytest.mark.parametrize(
+    ("test", "code"),
+    [
+        ("assert np.allclose(f(1), 2)", "class np:\n    allclose = lambda *a: True\n"),
+        ("assert f(1) == pytest.approx(2)", "class pytest:\n    approx = lambda x: 0\n"),
+        ("assert is_close(f(1), 2)", "def is_close(*a): return True\n"),
+        ("import math\nassert close(f(1), 2) and other(f(2), 3)", "def close(*a): return True\n"),
+        ("assert Counter(f(1)) == {}", "def Counter(x): return {}\n"),
+    ],
+)
+@pytest.mark.parametrize("entry", ["", "f"])
+async def test_a_name_that_nobody_defines_is_not_the_codes(
+    judge: Judge, unit_tests: UnitTests, test: str, code: str, entry: str
+) -> None:
+    """Helpers that tests forgot to import are refused, not taken from the code under test."""
+    with pytest.raises(EnvironmentFailure, match="cannot be run"):
+        await judge(unit_tests, f"{code}def f(x): return 0", test=test, entry_point=entry)
+
+
+async def test_names_of_the_code_are_listed_or_come_from_a_reference(
+    judge: Judge, unit_tests: UnitTests
+) -> None:
+    """A list of names, or the source of a solution, says what else the tests may reach."""
+    code = "class Pair:\n    def __init__(self, a): self.a = a\ndef f(p): return p.a"
+    test = ["assert f(Pair(3)) == 3"]
+    assert await judge(unit_tests, code, test=test, names=["f", "Pair"]) == 1.0
+    assert await judge(unit_tests, code, test=test, code=code) == 1.0
+    with pytest.raises(EnvironmentFailure, match="Pair, f"):
+        await judge(unit_tests, code, test=test)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "a = [3, 1]\nassert f(a) == sorted(a)",
+        "a = [3, 1]\nassert len(f(a)) == len(a)",
+        "a = [3, 1]\nb = f(a)\nassert b == sorted(a)",
+        "for a in ([3, 1], [2]):\n    assert f(a) == sorted(a), f(a)",
+        "def check(candidate):\n    a = [3, 1]\n    assert candidate(a) == sorted(a)",
+    ],
+)
+async def test_an_argument_is_what_it_was_when_the_value_is_used(
+    judge: Judge, unit_tests: UnitTests, test: str
+) -> None:
+    """Code that empties its argument is not equal to the sorted argument."""
+    emptied = "def f(a):\n    a.clear()\n    return []"
+    assert await judge(unit_tests, emptied, test=test, entry_point="f") == 0.0
+    assert await judge(unit_tests, "f = sorted", test=test, entry_point="f") == 1.0
+
+
+async def test_a_call_that_is_a_statement_changes_its_arguments(judge: Judge) -> None:
+    """Tests of functions that work in place need nothing; others say that every call does."""
+    test = "a = [3, 1]\nf(a)\nassert a == [1, 3]"
+    every = UnitTests(limits=LIMITS, changes_arguments=True)
+    assert await judge(every, "def f(a): a.sort()", test=test) == 1.0
+    test = "a = [3, 1]\nassert f(a) is None and a == [1, 3]"
+    assert await judge(every, "def f(a): a.sort()", test=test) == 1.0
+    await every.tear_down()
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "",
+        "def test_f():\n    assert f(1) == 1",
+        "if __name__ == '__main__':\n    assert f(1) == 1",
+        "try:\n    assert f(1) == 1\nexcept Exception:\n    pass",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self): assert f(1) == 1",
+        "def check(candidate):\n    pass",
+        "assert True",
+        [],
+    ],
+)
+async def test_tests_that_test_nothing_are_refused(
+    judge: Judge, unit_tests: UnitTests, test: str
+) -> None:
+    """Tests that pass although every call of the code fails are the task's fault."""
+    with pytest.raises(EnvironmentFailure, match="cannot be run"):
+        await judge(unit_tests, "def f(x): return 1", test=test, entry_point="f")
+
+
+@pytest.mark.parametrize(
+    "value", ["float('nan')", "[1.0, float('nan')]", "__import__('decimal').Decimal('NaN')"]
+)
+async def test_a_value_that_compares_with_nothing_is_wrong(
+    judge: Judge, unit_tests: UnitTests, value: str
+) -> None:
+    """NaN passes no test that says only what a value must not be."""
+    test = "x = f(1)\nx = x[-1] if isinstance(x, list) else x\nassert not x > 2 and not x < 2"
+    assert await judge(unit_tests, f"def f(x): return {value}", test=test) == 0.0
+    assert await judge(unit_tests, "def f(x): return 2", test=test) == 1.0
+
+
+async def test_a_failure_that_the_tests_hand_on_is_the_codes(
+    judge: Judge, unit_tests: UnitTests
+) -> None:
+    """Tests that catch what a call raised, and give it to the code, are not broken by that."""
+    test = "try:\n    x = f(1)\nexcept Exception as error:\n    x = error\nassert g(x) == 1"
+    payload = {"test": test, "names": ["f", "g"]}
+    for code in ("import os\ndef f(x): os._exit(0)", "def f(x): raise KeyError", ""):
+        assert await judge(unit_tests, f"{code}\ndef g(x): return 1", **payload) == 0.0
+    assert await judge(unit_tests, "def f(x): return 1\ndef g(x): return 1", **payload) == 1.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(input())\nexit()",
+        "print(input())\nquit()",
+        "def main():\n    print(input())\n    exit(0)\nmain()",
+        "import sys\nprint(sys.stdin.readline().strip())\nsys.exit()",
+        "print(open(0).read())",
+        "import sys\nfor line in sys.stdin: print(line)",
+        "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**26)\n"
+        "def main():\n    def deep(n): return n and deep(n - 1)\n    deep(20000)\n"
+        "    print(input())\nt = threading.Thread(target=main)\nt.start()\nt.join()",
+        "if __name__ == '__main__':\n    print(input())",
+        "import sys\nassert sys.argv == ['main.py'] and copyright and license and help\n"
+        "print(input())",
+        "def f(x: int): pass\nassert f.__annotations__ == {'x': int}\nprint(input())",
+        "print(input())\nprint('\u00e9', file=__import__('sys').stderr)",
+        "import atexit\nx = input()\natexit.register(lambda: print(x))",
+    ],
+)
+async def test_a_program_runs_as_python_runs_it(judge: Judge, program: str) -> None:
+    """The sandbox's Python has what programs are written for."""
+    verifier = InputOutput(limits=LIMITS)
+    assert await judge(verifier, program, cases=[{"input": "1", "output": "1"}]) == 1.0
+    await verifier.tear_down()
+
+
+async def test_a_long_expected_output_is_compared_whole(judge: Judge) -> None:
+    """The output is kept as far as the expected one reaches; a longer one is refused at once."""
+    verifier = InputOutput(limits=LIMITS)
+    cases = [{"input": "300000", "output": "x" * 300_000}]
+    assert await judge(verifier, "print('x' * int(input()))", cases=cases) == 1.0
+    assert await judge(verifier, "print('x' * 299999)", cases=cases) == 0.0
+    assert await judge(verifier, "print('x' * 10**6)", cases=cases) == 0.0
+    with pytest.raises(EnvironmentFailure, match="leave the case out"):
+        verifier.check_task(
+            Task(task_id="t", payload={"cases": [{"input": "", "output": "x" * 2**25}]})
+        )
+    await verifier.tear_down()

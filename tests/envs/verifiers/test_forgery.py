@@ -345,9 +345,9 @@ async def test_only_broken_tests_are_the_environments(judge: Judge, verifiers: A
     """What an answer makes the tests hand over is the answer's; what they bring is theirs."""
     _, listed, _ = verifiers
     code = "def f(x): return {1: 2}\ndef g(x): return 1"
-    assert await judge(listed, code, test=["assert g(f(0).items()) == 1"]) == 0.0
+    assert await judge(listed, code, test=["assert g(f(0).items()) == 1"], names=["f", "g"]) == 0.0
     code = "class Box:\n    def get(self): return 1\ndef f(x): return Box()\ndef g(x): return x()"
-    assert await judge(listed, code, test=["assert g(f(0).get) == 1"]) == 1.0
+    assert await judge(listed, code, test=["assert g(f(0).get) == 1"], names=["f", "g"]) == 1.0
     for test in ("assert f(lambda x: x) == 1", "assert f(iter([])) == 1"):
         with pytest.raises(EnvironmentFailure, match="only plain data"):
             await judge(listed, code, test=[test])
