@@ -21,6 +21,7 @@ from typing import Any, TextIO, cast
 import structlog
 
 from outloop.buffer import json_lines
+from outloop.buffer.foreign_text import printable
 from outloop.buffer.room import wait_for_room
 
 _DROP_REASONS = ("stale", "no_signal", "filtered", "failed", "overlong", "malformed", "lost")
@@ -341,6 +342,13 @@ class LossyStream:
             self._stream.flush()
 
 
+def _without_control(logger: Any, method: str, event: Any) -> Any:
+    """Make text of agents and policies harmless, which the renderer for terminals passes on."""
+    return {
+        key: printable(value) if isinstance(value, str) else value for key, value in event.items()
+    }
+
+
 def configure_logging(part: str, level: str) -> None:
     """Send this process's structlog events to stderr: JSON lines, or colours on a terminal. What a
     full disk does not take is dropped."""
@@ -355,6 +363,7 @@ def configure_logging(part: str, level: str) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.format_exc_info,
+            _without_control,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),

@@ -64,6 +64,58 @@ tapped("outloop.engine.train.loop:RlLoop._update")
     ]
 
 
+DOORS = {"buffer/terminal.py", "buffer/rich_terminal.py"}
+"""The modules through which text reaches a terminal."""
+
+
+def test_text_reaches_a_terminal_through_one_door() -> None:
+    """What a policy, an agent or a file wrote is no markup there, and no terminal obeys it."""
+    found = []
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            file = str(path.relative_to(ROOT))
+            if file in DOORS or file.startswith(("examples/", "src/outloop/project/files/")):
+                continue
+            found += [f"{file}:{line}: {what}" for line, what in writes_of(path.read_text())]
+    assert not found, "use outloop.buffer.terminal or rich_terminal:\n" + "\n".join(found)
+
+
+def test_other_ways_to_a_terminal_are_found() -> None:
+    """By rich and by click."""
+    text = """
+from rich.table import Table
+import rich.text
+from rich import print
+from rich.progress import BarColumn, TextColumn
+console.print(f"warning: {warning}", style="yellow")
+click.echo(text)
+click.secho(text, bold=True)
+echo(text)
+show(console, text)
+"""
+    assert [line for line, _ in writes_of(text)] == [2, 3, 4, 5, 6, 7, 8]
+
+
+def writes_of(text: str) -> Iterator[tuple[int, str]]:
+    """Uses of rich's and click's own ways to a terminal: line and text."""
+    banned = {"table", "text", "markup", "print", "print_json", "panel", "TextColumn", "Table"}
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.ImportFrom(module=str(module)) if module.partition(".")[0] == "rich":
+                names = {*module.split("."), *(one.name for one in node.names)}
+                is_banned = bool(names & banned)
+            case ast.Import(names=names):
+                is_banned = any(one.name.partition(".")[0] == "rich" for one in names)
+            case ast.Call(func=ast.Attribute(attr="print")):
+                is_banned = True
+            case ast.Call(func=ast.Attribute(value=ast.Name("click"), attr="echo" | "secho")):
+                is_banned = True
+            case _:
+                is_banned = False
+        if is_banned:
+            yield node.lineno, ast.unparse(node)
+
+
 def private_names(tree: ast.AST) -> set[str]:
     """Of functions, classes, attributes and variables that are made in `tree`."""
     names = set()

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from outloop.buffer.terminal import echo
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
@@ -64,10 +66,10 @@ def limits(run_dir: Path, pipeline_depth: str | None, max_staleness: int | None)
             pipeline_depth=_depth(pipeline_depth), max_staleness=max_staleness
         )
     if sentence := beyond_age(now.pipeline_depth, now.max_staleness):
-        click.echo(sentence, err=True)
+        echo(sentence, err=True)
     depth = now.num_beyond / now.groups_per_step
     decided = f"; decided at the last take: {now.cause}" if now.cause else ""
-    click.echo(
+    echo(
         f"pipeline_depth={now.pipeline_depth} max_staleness={now.max_staleness} "
         f"over_provision={now.over_provision:g}: {now.num_for_step} groups for a step and "
         f"{now.num_beyond} beyond them ({depth:g} steps) may be live, {now.num_live} are{decided}"
@@ -105,11 +107,11 @@ def show(episode: str, run_dir: Path) -> None:
     _print_scores(found.reward)
     _print_turns(found.turns)
     if found.resumes is not None:
-        click.echo(f"resumes the lost episode {found.resumes}, whose turns it replays where it can")
+        echo(f"resumes the lost episode {found.resumes}, whose turns it replays where it can")
     if found.error:
-        click.echo(f"error: {found.error}")
+        echo(f"error: {found.error}")
     if found.output:
-        click.echo(f"the end of what the agent wrote:\n{found.output}")
+        echo(f"the end of what the agent wrote:\n{found.output}")
 
 
 @buffer.group()
@@ -159,7 +161,7 @@ def inspect_dead_letter(group: str, run_dir: Path, folder: Path | None) -> None:
     ]  # fmt: skip
     _print_table(f"dead letter {group}", ("field", "value"), rows)
     for item in episodes:
-        click.echo(f"episode {item.episode_id}, {item.num_bytes} bytes: {item.error or 'whole'}")
+        echo(f"episode {item.episode_id}, {item.num_bytes} bytes: {item.error or 'whole'}")
         if item.trajectory is not None:
             _print_turns(item.trajectory.turns)
         if folder is not None:
@@ -176,7 +178,7 @@ def requeue_dead_letters(groups: tuple[str, ...], run_dir: Path) -> None:
     with joined(run_dir) as reader:
         for group_id in groups:
             reader.dead_letters.requeue(group_id)
-            click.echo(f"{group_id}: its slot is played again")
+            echo(f"{group_id}: its slot is played again")
 
 
 @dead.command("drop")
@@ -189,7 +191,7 @@ def drop_dead_letters(groups: tuple[str, ...], run_dir: Path) -> None:
     with joined(run_dir) as reader:
         for group_id in groups:
             reader.dead_letters.discard(group_id)
-            click.echo(f"{group_id}: dropped")
+            echo(f"{group_id}: dropped")
 
 
 @buffer.command("export")
@@ -205,7 +207,7 @@ def export_file(file: Path, run_dir: Path) -> None:
 
     with joined(run_dir) as reader:
         number, damaged = reader.archive.write(file)
-    click.echo(f"{number} trajectories written to {file}, {damaged} damaged ones left out")
+    echo(f"{number} trajectories written to {file}, {damaged} damaged ones left out")
 
 
 @buffer.command("import")
@@ -219,7 +221,7 @@ def import_file(file: Path, run_dir: Path, skip_bad: bool, final: bool) -> None:
 
     with joined(run_dir) as reader:
         stored, left_out = reader.archive.read(file, skip_bad=skip_bad, final=final)
-    click.echo(f"{stored} trajectories stored, {left_out} lines left out")
+    echo(f"{stored} trajectories stored, {left_out} lines left out")
 
 
 @buffer.command()
@@ -232,7 +234,7 @@ def purge(run_dir: Path) -> None:
     """
     from outloop.buffer.cli.open_run import purge as purge_run
 
-    click.echo(f"{purge_run(run_dir)} keys removed")
+    echo(f"{purge_run(run_dir)} keys removed")
 
 
 def _print_ledger(ledger: Ledger) -> None:
@@ -272,21 +274,20 @@ def _save_records(item: DeadLetterEpisode, folder: Path) -> None:
     own.mkdir(parents=True, exist_ok=True)
     for name, data in item.records.items():
         (own / name).write_bytes(data)
-    click.echo(f"{len(item.records)} records written to {own}")
+    echo(f"{len(item.records)} records written to {own}")
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
+    from outloop.buffer.rich_terminal import PlainTable, show_table
+
+    table = PlainTable(title=title, title_justify="left")
     for name in columns:
-        table.add_column(name, overflow="fold")
+        table.add_plain_column(name, overflow="fold")
     for row in rows:
-        # Recorded text is no markup.
-        table.add_row(*map(Text, row))
-    Console().print(table)
+        table.add_plain_row(row)
+    show_table(Console(), table)
 
 
 def _print_scores(reward: Reward | None) -> None:
@@ -332,7 +333,7 @@ def show_drift(run_dir: Path) -> None:
     from outloop.buffer.branch_report import measure
 
     drift = measure(_all_trajectories(run_dir))
-    click.echo(
+    echo(
         f"{drift.num_episodes} episodes, {drift.num_turns} turns, "
         f"{drift.num_branches} branches ({drift.num_branches / max(1, drift.num_episodes):.2f} an "
         f"episode); broken branches made {drift.cost_share:.0%} of {drift.num_prompt_tokens} "
@@ -345,11 +346,11 @@ def show_drift(run_dir: Path) -> None:
     if rows:
         _print_table("breaks", ("cause", "turns", "episodes", "prompt tokens"), rows)
     for cost in drift.costs:
-        click.echo(f"{cost.cause}: {cost.explanation}\n  -> {cost.advice}")
+        echo(f"{cost.cause}: {cost.explanation}\n  -> {cost.advice}")
     if not drift.costs:
-        click.echo("every turn continued its episode's one branch")
+        echo("every turn continued its episode's one branch")
     for reason, number in drift.masked.items():
-        click.echo(f"not trained: {number} output tokens, {reason}")
+        echo(f"not trained: {number} output tokens, {reason}")
 
 
 def _all_trajectories(run_dir: Path) -> Iterator[Trajectory]:

@@ -27,9 +27,9 @@ def tasks() -> None:
 def weights(run_dir: Path, changes: tuple[str, ...]) -> None:
     """Show the weights of the task sources, or change them from the next group on."""
     from rich.console import Console
-    from rich.table import Table
 
     from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.rich_terminal import PlainTable, show_table
 
     wanted = dict(_parse(change) for change in changes)
     with joined(run_dir) as reader:
@@ -37,13 +37,13 @@ def weights(run_dir: Path, changes: tuple[str, ...]) -> None:
             reader.task_weights.change(wanted)
         sources, schedule = reader.task_weights.read()
     now = schedule[-1]
-    table = Table(title=f"task weights from slot {now.from_slot} on", title_justify="left")
+    table = PlainTable(title=f"task weights from slot {now.from_slot} on", title_justify="left")
     for name in ("source", "tasks", "weight", "share"):
-        table.add_column(name)
+        table.add_plain_column(name)
     for source, weight in zip(sources, now.weights, strict=True):
         share = weight / sum(now.weights)
-        table.add_row(source.name, str(source.num_tasks), f"{weight:g}", f"{share:.3f}")
-    Console().print(table)
+        table.add_plain_row([source.name, str(source.num_tasks), f"{weight:g}", f"{share:.3f}"])
+    show_table(Console(), table)
 
 
 def _parse(change: str) -> tuple[str, float]:

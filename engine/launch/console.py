@@ -13,10 +13,11 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from outloop.buffer.foreign_text import one_line
 from outloop.buffer.json_lines import rows_of
+from outloop.buffer.rich_terminal import LabelColumn, PlainTable, plain, show
 
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward", "train/reward_mean", ".3f"),
@@ -66,7 +67,7 @@ class RunProgress:
         self._status = "starting"
         self._warnings: dict[str, str] = {}
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            LabelColumn(),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -98,19 +99,17 @@ class RunProgress:
             warning = fields.get("warning")
             if warning and self._warnings.get(part) != warning:
                 self._warnings[part] = warning
-                self._console.print(
-                    f"warning from {part}: {warning}", style="yellow", soft_wrap=True
-                )
+                show(self._console, f"warning from {part}: {one_line(warning)}", style="yellow")
         waits = [
             f"{part}: {fields['waiting_for']}"
             for part, fields in sorted(statuses.items())
             if fields.get("waiting_for")
         ]
-        status = "; ".join(waits)
+        status = one_line("; ".join(waits))
         # Off a terminal another kind of wait gets a line, another count does not.
         is_new = _without_digits(status) != _without_digits(self._status)
         if is_new and status and self._live is None and not self._rows:
-            self._console.print(f"waiting for {status}", highlight=False, soft_wrap=True)
+            show(self._console, f"waiting for {status}")
         self._status = status
         if self._live is not None:
             self._live.update(self._picture())
@@ -127,7 +126,7 @@ class RunProgress:
             text = " ".join(parts)
             self._evals.append(text)
             if self._live is None:
-                self._console.print(text, highlight=False, soft_wrap=True)
+                show(self._console, text)
         if "train/loss" in row:
             self._rows = [*self._rows, row][-_NUM_ROWS:]
             if row.get("train/reward_mean") is not None:
@@ -136,23 +135,25 @@ class RunProgress:
             if self._live is None:
                 left = time_left(self._rows, self._num_steps)
                 line = "  ".join(text for text in (_line(row), left) if text)
-                self._console.print(line, highlight=False, soft_wrap=True)
+                show(self._console, line)
 
     def _picture(self) -> Group:
-        table = Table(box=None, pad_edge=False, show_header=bool(self._rows))
-        table.add_column("step", justify="right")
+        table = PlainTable(box=None, pad_edge=False, show_header=bool(self._rows))
+        table.add_plain_column("step", justify="right")
         shown = self._rows
         columns = [c for c in _COLUMNS if any(_is_shown(row, c[1]) for row in shown)]
         for heading, _, _ in columns:
-            table.add_column(heading, justify="right")
+            table.add_plain_column(heading, justify="right")
         for row in shown:
-            table.add_row(str(row["step"]), *(_cell(row, name, form) for _, name, form in columns))
+            cells = (_cell(row, name, form) for _, name, form in columns)
+            table.add_plain_row((str(row["step"]), *cells))
         status = f"waiting for {self._status}" if self._status else ""
         rewards = self._rewards
         curve = f"reward {sparkline(rewards)} {rewards[-1]:.3f}" if len(rewards) > 1 else ""
         left = time_left(self._rows, self._num_steps)
         lines = (line for line in (curve, *self._evals[-3:]) if line)
-        return Group(table, *lines, self._bar, " · ".join(one for one in (left, status) if one))
+        last = " · ".join(one for one in (left, status) if one)
+        return Group(table, *map(plain, lines), self._bar, plain(last))
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.rich_terminal import PlainTable, show, show_table
 from outloop.buffer.settings import Settings
 from outloop.engine.gpu_libraries import libraries_of
 from outloop.engine.launch.finding import Finding, bad, good
@@ -47,7 +47,7 @@ def _package(name: str, extra: str, *, required: bool, tried: Collection[str] = 
             found="not installed",
             is_ok=False,
             is_required=required,
-            advice=f"pip install 'outloop\\[{extra}]'",
+            advice=f"pip install 'outloop[{extra}]'",
         )
     is_ok = not tried or version in tried
     advice = "" if is_ok else f"outloop was tried with {name} {' and '.join(tried)}"
@@ -69,7 +69,7 @@ def _redis() -> Finding:
         found="none",
         is_ok=False,
         is_required=True,
-        advice="pip install 'outloop\\[redis]', or set buffer.redis_url",
+        advice="pip install 'outloop[redis]', or set buffer.redis_url",
     )
 
 
@@ -225,19 +225,20 @@ def examine(
     if settings is not None:
         findings += _placement(settings, trainer_python or Path(sys.executable))
         findings += examine_run(settings)
-    table = Table(title="outloop doctor", title_justify="left")
+    table = PlainTable(title="outloop doctor", title_justify="left")
     for heading in ("what", "found", "", "what to do"):
-        table.add_column(heading)
+        table.add_plain_column(heading)
     for finding in findings:
-        table.add_row(finding.what, finding.found, finding.mark, finding.advice)
+        table.add_plain_row((finding.what, finding.found, finding.mark, finding.advice))
     missing = [f.what for f in findings if f.is_required and not f.is_ok]
     out = console or Console()
-    out.print(table)
-    out.print(
+    show_table(out, table)
+    show(
+        out,
         f"cannot run: see {', '.join(dict.fromkeys(missing))}"
         if missing
         else "this machine can run the whole loop: make demo"
         if settings is None
-        else "this run can start here"
+        else "this run can start here",
     )
     return 1 if missing else 0

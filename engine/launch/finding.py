@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich.markup import escape
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What was looked at and found; a missing required thing makes the exit code 1.
-
-    `what`, `found` and `advice` are rich's markup.
-    """
+    """What was looked at and found; a missing required thing makes the exit code 1."""
 
     what: str
     found: str
@@ -27,16 +22,16 @@ class Finding:
 
 
 def good(what: str, found: str) -> Finding:
-    """Something that a run needs and that is there; plain text."""
-    return Finding(what=escape(what), found=escape(found), is_ok=True, is_required=True)
+    """Something that a run needs and that is there."""
+    return Finding(what=what, found=found, is_ok=True, is_required=True)
 
 
 def bad(what: str, found: str, advice: str, *, is_required: bool = True) -> Finding:
-    """Something that is not as it should be, and what to do; plain text."""
+    """Something that is not as it should be, and what to do."""
     return Finding(
-        what=escape(what),
-        found=escape(found),
+        what=what,
+        found=found,
         is_ok=False,
         is_required=is_required,
-        advice=escape(advice),
+        advice=advice,
     )

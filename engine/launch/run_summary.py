@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
+from outloop.buffer.rich_terminal import PlainTable
 from outloop.buffer.telemetry import read_metrics
 
 if TYPE_CHECKING:
@@ -92,22 +91,22 @@ def read_curve(run_dir: Path) -> Curve:
     )
 
 
-def result_table(run_dir: Path) -> Table:
+def result_table(run_dir: Path) -> PlainTable:
     """First and last evaluation and training reward of a run; of training, means of ten steps."""
     curve = read_curve(run_dir)
-    table = Table(title=f"run {run_dir.name}")
+    table = PlainTable(title=f"run {run_dir.name}")
     for heading in ("", "first", "last"):
-        table.add_column(heading, justify="left" if not heading else "right")
+        table.add_plain_column(heading, justify="left" if not heading else "right")
     if curve.rewards:
-        table.add_row("training reward, sampled", *_ends(curve.rewards))
+        table.add_plain_row(("training reward, sampled", *_ends(curve.rewards)))
         if any(curve.failed_shares):
-            table.add_row("share of failed episodes", *_ends(curve.failed_shares))
+            table.add_plain_row(("share of failed episodes", *_ends(curve.failed_shares)))
     elif curve.losses:
-        table.add_row("training loss", f"{curve.losses[0]:.3f}", f"{curve.losses[-1]:.3f}")
+        table.add_plain_row(("training loss", f"{curve.losses[0]:.3f}", f"{curve.losses[-1]:.3f}"))
     for name, points in (("evaluation, sampled", curve.sampled), ("greedy", curve.greedy)):
         if points:
-            table.add_row(name, points[0].text, points[-1].text)
-    table.add_row("steps", "", str(curve.steps[-1] if curve.steps else 0))
+            table.add_plain_row((name, points[0].text, points[-1].text))
+    table.add_plain_row(("steps", "", str(curve.steps[-1] if curve.steps else 0)))
     return table
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from outloop.buffer.chat_format import chat_format_of
 from outloop.buffer.events import record_event
+from outloop.buffer.rich_terminal import show, show_table
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.recipes import recipe_sentence
@@ -49,14 +50,13 @@ def train(
     """
     run_dir = settings.run.dir / settings.run.name
     if is_finished(settings, run_dir):
-        console.print(
+        show(
+            console,
             f"run {settings.run.name!r} has made all of its {settings.trainer.num_steps} steps; "
             f"its weights are in {run_dir / 'hf'}. To go on, raise trainer.num_steps; to begin "
             "again, choose another run.name",
-            highlight=False,
-            soft_wrap=True,
         )
-        console.print(result_table(run_dir.absolute()))
+        show_table(console, result_table(run_dir.absolute()))
         return 0
     has_servers = settings.trainer.mode == "rl"
     gpus = NOT_PLACED
@@ -65,12 +65,12 @@ def train(
     with running(settings, stop, gpus=gpus, placement=placement) as launcher:
         run = launcher.run
         progress = RunProgress(run.dir, num_steps=settings.trainer.num_steps, console=console)
-        console.print(f"run folder {settings.run.dir / settings.run.name}", highlight=False)
-        console.print(_model_line(settings), highlight=False, markup=False, soft_wrap=True)
+        show(console, f"run folder {settings.run.dir / settings.run.name}")
+        show(console, _model_line(settings))
         if recipe := recipe_sentence(dict(settings.trainer), dict(settings.buffer)):
-            console.print(recipe, highlight=False, markup=False, soft_wrap=True)
+            show(console, recipe)
         for line in gpus.lines():
-            console.print(line, highlight=False, markup=False)
+            show(console, line)
         record_event(run.dir, "started")
         _start_parts(launcher)
         shown_link: str | None = None
@@ -84,16 +84,14 @@ def train(
                         break
                     if (link := launcher.viewer_link()) not in (None, shown_link):
                         shown_link = link
-                        console.print(
-                            f"its page {link}", highlight=False, markup=False, soft_wrap=True
-                        )
+                        show(console, f"its page {link}")
                     progress.update(launcher.reader.registry.statuses())
                 stop.wait(WATCH_INTERVAL_S)
             progress.update({})
         record_event(run.dir, "stopped" if stop.is_set() else "finished")
     if stop.is_set():
         draw_curve(run.dir)
-        console.print("stopped; start the same command again to resume from the last checkpoint")
+        show(console, "stopped; start the same command again to resume from the last checkpoint")
         return 130
     _show_result(run, console)
     return 0
@@ -123,19 +121,19 @@ def _show_obstacle(launcher: Launcher, shown: str | None, console: Console) -> s
     if found is not None:
         bound_s = launcher.run.settings.buffer.outage_s
         sentence += f". The run waits for it, for buffer.max_outage_s={bound_s:g} at most"
-    console.print(sentence, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    show(console, sentence, style="yellow")
     return found
 
 
 def _show_result(run: Run, console: Console) -> None:
     """What a finished run has become, and how to look into it."""
-    console.print(result_table(run.dir))
+    show_table(console, result_table(run.dir))
     picture = draw_curve(run.dir)
     if picture is not None:
-        console.print(f"curve {picture}", highlight=False, soft_wrap=True)
+        show(console, f"curve {picture}")
     if keeps_trajectories(run.settings.trajectories):
         shown = run.settings.run.dir / run.settings.run.name
-        console.print(f"read its episodes: outloop view {shown}", highlight=False, soft_wrap=True)
+        show(console, f"read its episodes: outloop view {shown}")
 
 
 def is_finished(settings: Settings, run_dir: Path) -> bool:

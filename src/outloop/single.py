@@ -16,6 +16,7 @@ import structlog
 from rich.console import Console
 
 from outloop.buffer.errors import DeadlineExceeded
+from outloop.buffer.rich_terminal import show_table
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.launcher import Launcher, router_url, running
 from outloop.engine.launch.run_summary import draw_curve, result_table
@@ -112,7 +113,7 @@ def train_in_one_process(settings: Settings, *, stop: threading.Event, console: 
         raise failures[0]
     if stop.is_set():
         return 130
-    console.print(result_table(run.dir))
+    show_table(console, result_table(run.dir))
     draw_curve(run.dir)
     return 0
 

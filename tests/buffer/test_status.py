@@ -115,7 +115,7 @@ async def test_episodes_are_read_from_the_archive_and_from_redis(
     shown = outloop("episodes", "--run", tmp_path / "t")
     assert shown.count("completed  reward 1.000") == 4
     assert shown.count("turn 0 output (version 0, stop): 'one") == 4
-    assert "error: \N{REPLACEMENT CHARACTER}[31mred" in shown
+    assert r"error: \x1b[31mred" in shown
     assert shown.rstrip().endswith("5 episodes shown")
     last = outloop("episodes", "--limit", "1", "--run", tmp_path / "t")
     assert last.startswith("hostile")

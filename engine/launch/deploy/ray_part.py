@@ -23,6 +23,7 @@ from typing import Any
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.engine.launch.deploy.parts import RANKS_MODULE
 from outloop.engine.launch.deploy.ray_placement import NAMESPACE
 from outloop.engine.launch.last_sentence import VARIABLE
@@ -221,7 +222,7 @@ def _by_torchrun(
 
 
 def _print(line: str) -> None:
-    click.echo(f"outloop: {line}")
+    echo(f"outloop: {line}")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rich.markup import escape
-
 from outloop.engine.launch.deploy.run_nodes import RunNode
 from outloop.engine.launch.finding import Finding, bad, good
 from outloop.engine.launch.nodes.answers import FolderIdentity, LinkReport, NodeReport
@@ -78,10 +76,7 @@ def _told(values: Mapping[str, Sequence[str]]) -> str:
     """Values with their nodes; one that all have stands alone."""
     if len(values) == 1:
         return next(iter(values))
-    shown = [
-        f"{value} ({escape(', '.join(nodes))})"
-        for value, nodes in list(values.items())[:_MAX_VALUES]
-    ]
+    shown = [f"{value} ({', '.join(nodes)})" for value, nodes in list(values.items())[:_MAX_VALUES]]
     if len(values) > _MAX_VALUES:
         shown.append(f"and {len(values) - _MAX_VALUES} other values")
     return "; ".join(shown)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
 
+from outloop.buffer.rich_terminal import PlainTable, show, show_table
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.deploy.parts import (
     apart,
@@ -227,19 +227,21 @@ def _transfers(settings: Settings) -> Transfers:
 def show_rows(rows: Sequence[Row], nodes: Sequence[RunNode], console: Console) -> int:
     """Print the table; 0 if nothing required is missing, else 1."""
     for node in nodes:
-        console.print(f"{node.name}: {', '.join(node.parts)}", highlight=False, markup=False)
-    table = Table(title="outloop doctor", title_justify="left")
+        show(console, f"{node.name}: {', '.join(node.parts)}")
+    table = PlainTable(title="outloop doctor", title_justify="left")
     for heading in ("what", "on", "found", "", "what to do"):
-        table.add_column(heading)
+        table.add_plain_column(heading)
     for row in rows:
         finding = row.finding
         where = "all" if len(row.nodes) == len(nodes) else ", ".join(row.nodes)
-        table.add_row(finding.what, where, finding.found, finding.mark, finding.advice)
-    console.print(table)
+        cells = (finding.what, where, finding.found, finding.mark, finding.advice)
+        table.add_plain_row(cells)
+    show_table(console, table)
     missing = [row.finding.what for row in rows if row.finding.mark == "missing"]
-    console.print(
+    show(
+        console,
         f"cannot run: see {', '.join(dict.fromkeys(missing))}"
         if missing
-        else f"this run can start on these {len(nodes)} nodes"
+        else f"this run can start on these {len(nodes)} nodes",
     )
     return 1 if missing else 0

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.rich_terminal import show
 
 SGLANG_VERSION = "0.5.23"
 _REQUIREMENTS = Path(__file__).with_name("requirements-cpu.txt")
@@ -95,7 +96,7 @@ def build(console: Console) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (folder / _COMPLETE).is_file():
             return folder
-        console.print(f"building {folder} (about 2.5 GB, once)", highlight=False)
+        show(console, f"building {folder} (about 2.5 GB, once)")
         venv.EnvBuilder(with_pip=True, clear=False, symlinks=True).create(folder)
         required = cpu_requirements()
         torch = [line for line in required if line.startswith("torch=")]

@@ -21,6 +21,7 @@ from outloop.buffer.errors import (
     SettingsError,
     WritesLost,
 )
+from outloop.buffer.terminal import echo
 from outloop.cli.archiver import archiver
 from outloop.cli.check import check
 from outloop.cli.completion import completion
@@ -130,7 +131,7 @@ def _end(error: OutloopError, exit_code: int, launcher: SentenceForLauncher) -> 
     sentence = f"outloop: {error}"
     launcher.tell(sentence)
     try:
-        click.echo(sentence, err=True)
+        echo(sentence, err=True)
     except OSError:
         # The disk of the log is full. What the streams still hold would change the exit code.
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.options import CONFIG, SET, print_table
 
 
@@ -51,9 +52,9 @@ def check(
         publish_gb_per_s=publish_gb_per_s,
     )
     fits = fit(settings, found, gpus, source=source)
-    click.echo(f"model: {source}")
+    echo(f"model: {source}")
     for table in fit_tables(fits, gpus, settings):
         print_table(table)
     if fits.refusals:
         raise SettingsError("; and ".join(fits.refusals))
-    click.echo("it fits, by these formulas; leave room for what they do not count (docs/gpu.md)")
+    echo("it fits, by these formulas; leave room for what they do not count (docs/gpu.md)")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from outloop.buffer.terminal import echo
+
 
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
@@ -20,7 +22,7 @@ def completion(shell: str) -> None:
     program = click.get_current_context().find_root().command
     made = found(program, {}, "outloop", "_OUTLOOP_COMPLETE")
     # The check of bash's version that `source` makes would start bash.
-    click.echo(made.source_template % made.source_vars())
+    echo(made.source_template % made.source_vars())
 
 
 def complete_setting(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.options import check_writable
 from outloop.cli.waiting import waiting
 
@@ -44,4 +45,4 @@ def convert(source: Path, out: Path, config: Path | None, max_shard_gb: float) -
         else:
             bytes_per_shard = int(max_shard_gb * 2**30)
             converting.to_huggingface(source, out, config=config, max_shard_bytes=bytes_per_shard)
-    click.echo(f"wrote {out}")
+    echo(f"wrote {out}")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outloop.buffer.foreign_text import one_line
+from outloop.buffer.terminal import echo
 from outloop.cli.options import RUN
 
 if TYPE_CHECKING:
@@ -50,12 +52,12 @@ def episodes(
         full = True
     for transcript in shown:
         if as_json:
-            click.echo(json.dumps(asdict(transcript)))
+            echo(json.dumps(asdict(transcript)))
         else:
             print_transcript(transcript, None if full else MAX_CHARS)
     kind = ("failed " if failed else "") + ("episode" if len(shown) == 1 else "episodes")
     more = "; --limit 0 shows all" if len(shown) == at_most else ""
-    click.echo(f"{len(shown)} {kind} shown{more}", err=as_json)
+    echo(f"{len(shown)} {kind} shown{more}", err=as_json)
 
 
 def print_transcript(transcript: Transcript, max_chars: int | None) -> None:
@@ -64,24 +66,24 @@ def print_transcript(transcript: Transcript, max_chars: int | None) -> None:
     if transcript.failure_kind is not None:
         outcome = f"{outcome} ({transcript.failure_kind})"
     reward = "no reward" if transcript.reward is None else f"reward {transcript.reward:.3f}"
-    click.secho(
+    echo(
         f"{transcript.episode_id}  {transcript.purpose}  task {transcript.task_id}  {outcome}  "
         f"{reward}  {len(transcript.turns)} turns",
         bold=True,
     )
     if transcript.error:
-        click.echo(f"  error: {_harmless(transcript.error)}")
+        echo(f"  error: {one_line(transcript.error)}")
     for number, turn in enumerate(transcript.turns):
         versions = ",".join(map(str, turn.policy_versions))
-        click.echo(f"  turn {number} prompt: {_short(turn.prompt, max_chars)}")
-        click.echo(
+        echo(f"  turn {number} prompt: {_short(turn.prompt, max_chars)}")
+        echo(
             f"  turn {number} output (version {versions}, {turn.finish_reason}): "
             f"{_short(turn.output, max_chars)}"
         )
     if transcript.output:
-        click.echo("  the end of what the agent wrote:")
+        echo("  the end of what the agent wrote:")
         for line in _tail(transcript.output, max_chars).splitlines():
-            click.echo(f"    {_harmless(line)}")
+            echo(f"    {one_line(line)}")
 
 
 def _short(text: str, max_chars: int | None) -> str:
@@ -90,11 +92,6 @@ def _short(text: str, max_chars: int | None) -> str:
         half = max_chars // 2
         text = f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"
     return repr(text)
-
-
-def _harmless(text: str) -> str:
-    """A line of what an agent or its tools wrote, without what a terminal would obey."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _tail(text: str, max_chars: int | None) -> str:

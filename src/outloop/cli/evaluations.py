@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from outloop.buffer.terminal import echo
+
 if TYPE_CHECKING:
     from outloop.buffer.evaluations.results import Evaluation
 
@@ -69,17 +71,17 @@ def evaluations(
     if as_json:
         row = {"before": before.step, "after": after.step, "name": name} | asdict(change)
         row |= {"mixed_before": before.mixed_share, "mixed_after": after.mixed_share}
-        click.echo(json.dumps(row))
+        echo(json.dumps(row))
     else:
-        click.echo(
+        echo(
             f"{name}: step {before.step} -> {after.step}, {change.num_tasks} tasks: "
             f"{change.difference:+.4f} +- {change.standard_error:.4f} "
             f"(95%: {change.low:+.4f} to {change.high:+.4f})"
         )
         for task_id, old, new in change.fell:
-            click.echo(f"  fell: {task_id[:60]}  {old:.3f} -> {new:.3f}")
+            echo(f"  fell: {task_id[:60]}  {old:.3f} -> {new:.3f}")
     if mixed := results.mixed_sentence(before, after):
-        click.echo(f"warning: {mixed}", err=True)
+        echo(f"warning: {mixed}", err=True)
     if fail_on_regression and change.is_regression:
         sys.exit(1)
 
@@ -146,7 +148,8 @@ def _place(run_dir: Path, evaluation: Evaluation) -> str:
 
 def _list(found: list[Evaluation], *, as_json: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
+
+    from outloop.buffer.rich_terminal import PlainTable, show_table
 
     if as_json:
         for one in found:
@@ -160,18 +163,18 @@ def _list(found: list[Evaluation], *, as_json: bool) -> None:
             figures = {
                 key: None if math.isnan(value) else value for key, value in one.metrics().items()
             }
-            click.echo(json.dumps(row | {"name": one.name} | figures))
+            echo(json.dumps(row | {"name": one.name} | figures))
         return
-    table = Table(box=None, pad_edge=False)
+    table = PlainTable(box=None, pad_edge=False)
     for heading in ("step", "versions", "evaluation", "tasks", "samples"):
         is_text = heading == "evaluation"
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+        table.add_plain_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for heading in (*_SHOWN, "pass@k", "majority", "tokens"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_plain_column(heading, justify="right", no_wrap=True)
     for one in found:
         row = one.metrics()
         k = one.num_samples
-        table.add_row(
+        cells = (
             *(str(one.step), one.versions, one.name),
             *(f"{row['tasks']:.0f}", str(k)),
             *(_with_error(row, figure) for figure in _SHOWN),
@@ -179,9 +182,9 @@ def _list(found: list[Evaluation], *, as_json: bool) -> None:
             _with_error(row, f"majority_at_{k}"),
             f"{row['generated_tokens_mean']:.1f}",
         )
+        table.add_plain_row(cells)
     # Off a terminal nothing is cut.
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(table, highlight=False)
+    show_table(Console(width=None if sys.stdout.isatty() else _WIDTH), table)
 
 
 def _with_error(row: dict[str, float], name: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.options import SET
 
 
@@ -36,7 +37,7 @@ def init(
 
     settings = with_model_folder(load_settings(config, overrides))
     check_before_start(settings)
-    click.echo(make_run(settings).dir)
+    echo(make_run(settings).dir)
 
 
 def _new_folder(folder: Path | None, agent: str | None, policy: str | None) -> None:
@@ -46,16 +47,16 @@ def _new_folder(folder: Path | None, agent: str | None, policy: str | None) -> N
         answer = click.prompt("1. Name of a new folder", default="my-agent")
         folder = Path(answer)
     if agent is None:
-        click.echo("2. How does your agent run? function: async Python, hundreds of episodes at")
-        click.echo("   once. program: any command line, a process for each episode.")
+        echo("2. How does your agent run? function: async Python, hundreds of episodes at")
+        echo("   once. program: any command line, a process for each episode.")
         agent = click.prompt(
             "   ", type=click.Choice(["function", "program"]), default="function", prompt_suffix=""
         )
     if policy is None:
-        click.echo("3. Which policy? random: a tiny one for a laptop. Otherwise a Hugging Face")
+        echo("3. Which policy? random: a tiny one for a laptop. Otherwise a Hugging Face")
         policy = click.prompt("   folder or repository, such as Qwen/Qwen3-0.6B", default="random")
     assert agent is not None
     assert policy is not None
     write_project(folder, agent=agent, policy=policy)
-    click.echo(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
-    click.echo(f"now: cd {folder} && outloop train run.toml")
+    echo(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} in {folder}")
+    echo(f"now: cd {folder} && outloop train run.toml")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.options import RUN
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def _keys_of(run_dir: Path) -> Iterator[RunnerKeys]:
 def add(run_dir: Path, name: str) -> None:
     """Print a new runner key; it is kept nowhere, so write it into the runner's key file."""
     with _keys_of(run_dir) as known:
-        click.echo(known.add(name))
+        echo(known.add(name))
 
 
 @keys.command()
@@ -44,7 +45,7 @@ def revoke(run_dir: Path, name: str) -> None:
     """Refuse a key for good, within seconds; NAME run is the run's own runner key."""
     with _keys_of(run_dir) as known:
         known.revoke(name)
-    click.echo(f"the runner key {name} is refused from now on")
+    echo(f"the runner key {name} is refused from now on")
 
 
 @keys.command("list")
@@ -53,7 +54,7 @@ def list_keys(run_dir: Path) -> None:
     """Names of all keys, and which are taken."""
     with _keys_of(run_dir) as known:
         for name, is_taken in known.names().items():
-            click.echo(f"{name:<24} {'taken' if is_taken else 'revoked'}")
+            echo(f"{name:<24} {'taken' if is_taken else 'revoked'}")
 
 
 @keys.command("replace-admin")
@@ -64,4 +65,4 @@ def replace_admin(run_dir: Path) -> None:
 
     with _keys_of(run_dir) as known:
         known.set_admin(new_admin_key(load_run(run_dir)))
-    click.echo("the admin key is a new one; it is where the run's keys are")
+    echo("the admin key is a new one; it is where the run's keys are")

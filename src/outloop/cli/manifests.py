@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.options import CONFIG, SET
 
 
@@ -35,7 +36,7 @@ def k8s(
 
     settings = load_settings(config, overrides)
     for path in write_files(out, kubernetes_files(settings, config, overrides)):
-        click.echo(path)
+        echo(path)
 
 
 @manifests.command()
@@ -56,7 +57,7 @@ def sky(
     settings = load_settings(config, overrides)
     text = job_group(settings, config, overrides)
     if out is None:
-        click.echo(text, nl=False)
+        echo(text, nl=False)
         return
     out.write_text(text)
-    click.echo(out)
+    echo(out)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from outloop.buffer.terminal import echo
+
 
 @click.command("new-policy")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
@@ -47,4 +49,4 @@ def new_policy(
         if conversations is not None
         else ()
     )
-    click.echo(f"{out}: {write_policy(out, seed, rows, Sizes(**sizes))} random weights")
+    echo(f"{out}: {write_policy(out, seed, rows, Sizes(**sizes))} random weights")

@@ -64,14 +64,15 @@ ENGINES = click.Choice(["here", "slurm", "ray"])
 def print_table(table: Table) -> None:
     """Show a table as wide as it is; nothing where it has no rows."""
     from rich.console import Console
-    from rich.table import Table as Shown
+
+    from outloop.buffer.rich_terminal import PlainTable, show_table
 
     if not table.rows:
         return
-    shown = Shown(title=table.title, title_justify="left", show_header=any(table.names))
+    shown = PlainTable(title=table.title, title_justify="left", show_header=any(table.names))
     for number, name in enumerate(table.names):
-        shown.add_column(name, justify="right" if number else "left", no_wrap=True)
+        shown.add_plain_column(name, justify="right" if number else "left", no_wrap=True)
     for row in table.rows:
-        shown.add_row(*row)
+        shown.add_plain_row(row)
     # A line that is longer than the terminal can be read; one that is cut cannot.
-    Console(width=max(_MIN_WIDTH, Console().width)).print(shown)
+    show_table(Console(width=max(_MIN_WIDTH, Console().width)), shown)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from outloop.buffer.terminal import echo
+
 if TYPE_CHECKING:
     from outloop.buffer.evaluations.ratings import Rating
 
@@ -49,18 +51,18 @@ def ratings(run_dir: Path, win: float, loss: float, evaluations: bool, as_json: 
         for one in found:
             low, high = (None if math.isnan(end) else end for end in one.interval)
             row = {"version": one.player, "elo": one.elo, "low": low, "high": high}
-            click.echo(json.dumps(row | {"games": one.num_games}))
+            echo(json.dumps(row | {"games": one.num_games}))
         return
     for one in found:
         low, high = one.interval
-        click.echo(
+        echo(
             f"version {one.player:>5}  Elo {one.elo:+7.0f}  "
             f"(95%: {low:+.0f} to {high:+.0f})  {one.num_games} games"
         )
     if num_mixed:
-        click.echo(f"left out: {num_mixed} games with several versions on a side")
+        echo(f"left out: {num_mixed} games with several versions on a side")
     if (path := _draw(found, run_dir)) is not None:
-        click.echo(f"curve {path}")
+        echo(f"curve {path}")
 
 
 def _draw(found: list[Rating], run_dir: Path) -> Path | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.options import CONFIG, SET, check_writable
 from outloop.cli.waiting import waiting
 
@@ -78,7 +79,7 @@ def _train_on(settings: Settings, file: Path) -> None:
     with stop_on_signals() as stop, waiting(f"training on {file}"):
         train_from_recording(run, file, stop=stop)
     rows = [row for row in read_metrics(run.dir) if "train/loss" in row]
-    click.echo(f"trained {len(rows)} steps; metrics.jsonl and checkpoints/ are in {run.dir}")
+    echo(f"trained {len(rows)} steps; metrics.jsonl and checkpoints/ are in {run.dir}")
 
 
 @click.command()
@@ -104,7 +105,7 @@ def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
     check_before_start(settings)
     with stop_on_signals() as stop, waiting("playing the groups of a first step"):
         num_written = play_once(settings, out, stop=stop)
-    click.echo(f"wrote {num_written} episodes to {out}")
+    echo(f"wrote {num_written} episodes to {out}")
 
 
 @click.command("replay-step")
@@ -123,7 +124,7 @@ def replay_step(folder: Path) -> None:
     with waiting(f"repeating the updates of {folder}"):
         outcomes = replay(folder)
     for index, outcome in enumerate(outcomes):
-        click.echo(f"update {index}: {outcome.sentence}")
+        echo(f"update {index}: {outcome.sentence}")
     sys.exit(0 if all(outcome.is_equal for outcome in outcomes) else 1)
 
 
@@ -150,12 +151,12 @@ def replay(run_dir: Path, step: int, overrides: tuple[str, ...]) -> None:
     with waiting(f"making step {step} of {run_dir} again"):
         found = replay_run(run_dir, step, overrides, train_steps=train_recorded_steps)
     if found.first_step < step:
-        click.echo(f"made steps {found.first_step} to {step - 1} again to come to step {step}")
+        echo(f"made steps {found.first_step} to {step - 1} again to come to step {step}")
     for line in found.lines():
-        click.echo(line)
+        echo(line)
     if found.has_other_settings:
-        click.echo(f"now: with {', '.join(overrides)}")
+        echo(f"now: with {', '.join(overrides)}")
         return
     many = found.then.num_ranks > 1
-    click.echo(("equal to rounding" if many else "equal") if found.is_equal else "NOT equal")
+    echo(("equal to rounding" if many else "equal") if found.is_equal else "NOT equal")
     sys.exit(0 if found.is_equal else 1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.options import CONFIG, SET
 from outloop.cli.parts import run_until_signalled
 
@@ -87,7 +88,7 @@ def reward_server(
             render=render,
             conversation=conversation,
             stop=stop,
-            on_ready=lambda url: click.echo(f"reward model at {url}/score"),
+            on_ready=lambda url: echo(f"reward model at {url}/score"),
             host=host,
             port=port,
             key=key_file.read_text().strip() if key_file is not None else None,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.options import CONFIG, SET
 
 
@@ -33,5 +34,5 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
             "admin_key": served.admin_key,
             "redis_url": served.redis_url,
         }
-        click.echo(json.dumps(facts))
+        echo(json.dumps(facts))
         served.wait()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.options import CONFIG, SET
 
 
@@ -27,12 +28,12 @@ def settings(config: Path, overrides: tuple[str, ...], shows_all: bool, as_json:
         name: pair for name, pair in found.items() if shows_all or as_json or pair[1] != "default"
     }
     if as_json:
-        click.echo(json.dumps(shown, indent=1))
+        echo(json.dumps(shown, indent=1))
         return
     width = max((len(name) for name in shown), default=0)
     lines = {name: f"{name:<{width}} = {json.dumps(value)}" for name, (value, _) in shown.items()}
     column = min(72, max((len(line) for line in lines.values()), default=0))
     for name, line in lines.items():
-        click.echo(f"{line:<{column}}  # {shown[name][1]}")
+        echo(f"{line:<{column}}  # {shown[name][1]}")
     if not shows_all:
-        click.echo(f"and {len(found) - len(shown)} defaults; --all shows them")
+        echo(f"and {len(found) - len(shown)} defaults; --all shows them")

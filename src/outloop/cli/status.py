@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 import click
 
+from outloop.buffer.terminal import echo
+
 _NUM_GROUP_SIZES = 3
 """The first so many sizes of the queue are numbers of groups."""
 _TIMEOUT_S = 30.0
@@ -40,7 +42,7 @@ def status(
     else:
         raise click.UsageError("give RUN_DIR, or --router-url and --admin-key-file")
     if as_json:
-        click.echo(json.dumps(found))
+        echo(json.dumps(found))
     else:
         _print(found)
 
@@ -133,42 +135,42 @@ def _print(found: dict[str, Any]) -> None:
     if "launcher_pid" in found:
         launcher = found["launcher_pid"]
         words.append(f"led by process {launcher}" if launcher else "no launcher on this machine")
-    click.secho(f"{found['run']}: {', '.join(words)}", bold=True)
+    echo(f"{found['run']}: {', '.join(words)}", bold=True)
     if last is not None:
-        click.echo(
+        echo(
             f"step {last['step']} of {found['num_steps']}, {_ago(last['time'])}; "
             f"reward {last['train/reward_mean']:.3f}; {last['train/step_s']:.1f} s a step"
         )
     if "redis" in found:
-        click.echo(found["redis"])
+        echo(found["redis"])
     if "queue" not in found:
         return
-    click.echo(f"newest version {found['highest_version']}")
+    echo(f"newest version {found['highest_version']}")
     statuses: dict[str, dict[str, str]] = found["statuses"]
     for name in sorted({*found["parts"], *statuses}):
-        click.echo(f"  {name:<12} {found['parts'].get(name, '')}")
+        echo(f"  {name:<12} {found['parts'].get(name, '')}")
         _print_status(statuses.get(name, {}))
     for server in found["servers"]:
         holds = "no weights yet" if server["version"] is None else f"version {server['version']}"
         quarantined = ", quarantined" if server["is_quarantined"] else ""
-        click.echo(f"  {server['id']:<12} {server['url']}  {holds}{quarantined}")
+        echo(f"  {server['id']:<12} {server['url']}  {holds}{quarantined}")
     words = [f"{n} {label}" for label, n in found["queue"].items()]
-    click.echo("groups: " + ", ".join(words[:_NUM_GROUP_SIZES]))
+    echo("groups: " + ", ".join(words[:_NUM_GROUP_SIZES]))
     others = [word for word in words[_NUM_GROUP_SIZES:] if not word.startswith("0 ")]
     if others:
-        click.echo("besides: " + ", ".join(others))
+        echo("besides: " + ", ".join(others))
 
 
 def _print_status(fields: dict[str, str]) -> None:
     waits = fields.get("waiting_for") or fields.get("waits_for")
     if waits:
         since = f" since {_ago(float(fields['since']))}" if "since" in fields else ""
-        click.echo(f"{'':<15}waits for {waits}{since}")
+        echo(f"{'':<15}waits for {waits}{since}")
     left = {"waiting_for", "waits_for", "since"}
     shown = [f"{name.removeprefix('num_')} {text}" for name, text in fields.items() if text]
     rest = [word for word in shown if word.partition(" ")[0] not in left]
     if rest:
-        click.echo(f"{'':<15}{', '.join(rest)}")
+        echo(f"{'':<15}{', '.join(rest)}")
 
 
 def _ago(unix: float) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.options import CONFIG, SET
 
 
@@ -28,10 +29,10 @@ def slurm(config: Path, overrides: tuple[str, ...], dry_run: bool) -> None:
     settings = load_settings(config, overrides)
     script = batch_script(settings, config, overrides)
     for sentence in nodes_needed(settings):
-        click.echo(sentence, err=True)
+        echo(sentence, err=True)
     if dry_run:
-        click.echo(script, nl=False)
+        echo(script, nl=False)
         return
     # Into the cache of this machine, which the nodes share or have to reach the hub for.
     check_before_start(with_model_folder(settings))
-    click.echo(submit_job(settings, script))
+    echo(submit_job(settings, script))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.episodes import MAX_CHARS, print_transcript
 
 _INTERVAL_S = 1.0
@@ -33,7 +34,7 @@ def tail(run_dir: Path, failed: bool, full: bool, old: bool) -> None:
         is_last = False
         if reader.run_state() != "running":
             hint = f"the run is not up; `outloop episodes --run {run_dir}` shows what it played"
-            click.echo(hint, err=True)
+            echo(hint, err=True)
         while not is_last:
             started_at = time.monotonic()
             is_last = reader.run_state() != "running"

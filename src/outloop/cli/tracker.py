@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from outloop.buffer.terminal import echo
 from outloop.cli.options import RUN
 from outloop.cli.parts import open_as, stop_event
 
@@ -30,7 +31,7 @@ def tracker(run_dir: Path, name: str, once: bool) -> None:
 
     if once:
         rows, episodes = send_once(run_dir.absolute(), load_run_settings(run_dir), name)
-        click.echo(f"{name}: {rows} rows of metrics and {episodes} episodes were sent")
+        echo(f"{name}: {rows} rows of metrics and {episodes} episodes were sent")
         return
     part = part_name(name)
     run, stop = open_as(part, run_dir.absolute()), stop_event()
@@ -40,7 +41,7 @@ def tracker(run_dir: Path, name: str, once: bool) -> None:
         try:
             reader.registry.report_status(part, {"warning": sentence} if sentence else {})
         except (BufferUnavailable, SettingsError):
-            click.echo(sentence, err=True)
+            echo(sentence, err=True)
 
     try:
         follow_run(run, name, stop=stop, say=say)

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from outloop.buffer.foreign_text import one_line
+from outloop.buffer.terminal import echo
 from outloop.cli.options import check_writable
 from outloop.cli.waiting import waiting
 
@@ -87,7 +89,7 @@ def trajectories(
             if conversations
             else atif_documents.import_trajectories
         )
-        click.echo(f"wrote {read(run_dir, import_atif)} documents to {import_atif}")
+        echo(f"wrote {read(run_dir, import_atif)} documents to {import_atif}")
         return
     folder = run_dir / FOLDER
     if fetch is not None:
@@ -95,7 +97,7 @@ def trajectories(
 
         with waiting(f"fetching {fetch}"):
             number = ObjectStore(fetch).fetch(run_dir)
-        click.echo(f"fetched {number} files into {run_dir}")
+        echo(f"fetched {number} files into {run_dir}")
     elif not run_dir.is_dir():
         raise click.BadParameter(f"folder {str(run_dir)!r} does not exist", param_hint="RUN_DIR")
     exports = (
@@ -107,13 +109,13 @@ def trajectories(
     for out, write in wanted:
         with waiting(f"writing {out}"):
             number = write(folder, out, where)
-        click.echo(f"wrote {number} episodes to {out}")
+        echo(f"wrote {number} episodes to {out}")
     if wanted:
         return
     rows = query(folder, sql or _LIST)
     if as_json:
         for row in rows:
-            click.echo(json.dumps(row, default=str))
+            echo(json.dumps(row, default=str))
     else:
         _print(rows)
 
@@ -147,20 +149,20 @@ def _ids(folder: Path, where: str) -> set[str]:
 
 def _print(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+
+    from outloop.buffer.rich_terminal import PlainTable, show_table
 
     if not rows:
-        click.echo("no rows")
+        echo("no rows")
         return
-    table = Table(box=None, pad_edge=False)
+    table = PlainTable(box=None, pad_edge=False)
     for name in rows[0]:
-        table.add_column(name, justify="right" if _is_number(rows, name) else "left")
+        table.add_plain_column(name, justify="right" if _is_number(rows, name) else "left")
     for row in rows:
-        table.add_row(*(escape(_cell(value)) for value in row.values()))
+        table.add_plain_row([_cell(value) for value in row.values()])
     console = Console()
     # Off a terminal nothing is cut.
-    console.print(table, width=None if console.is_terminal else 10_000, highlight=False)
+    show_table(console, table, width=None if console.is_terminal else 10_000)
 
 
 def _is_number(rows: list[dict[str, Any]], name: str) -> bool:
@@ -172,7 +174,5 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.4g}"
-    text = str(value)
-    # Of the policy's text no byte may reach the terminal as a command.
-    text = "".join(c if c.isprintable() else " " for c in text)
+    text = one_line(str(value))
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."

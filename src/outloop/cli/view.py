@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from outloop.buffer.terminal import echo
+
 
 @click.command()
 @click.argument("runs", nargs=-1, type=click.Path(path_type=Path, file_okay=False, exists=True))
@@ -30,7 +32,5 @@ def view(runs: tuple[Path, ...], demo: bool, host: str, port: int) -> None:
         runs = (Path("runs"),)
     found = find_runs(runs)
     key = secrets.token_urlsafe(18)
-    click.echo(f"showing {', '.join(found)}", err=True)
-    serve_page(
-        found, host=host, port=port, key=key, on_ready=lambda url: click.echo(f"{url}?key={key}")
-    )
+    echo(f"showing {', '.join(found)}", err=True)
+    serve_page(found, host=host, port=port, key=key, on_ready=lambda url: echo(f"{url}?key={key}"))

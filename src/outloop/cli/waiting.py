@@ -10,13 +10,15 @@ from contextlib import contextmanager
 def waiting(text: str) -> Iterator[None]:
     """Show `text` and the seconds since it began, on a terminal alone; gone at the end."""
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+
+    from outloop.buffer.rich_terminal import LabelColumn
 
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), LabelColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         progress.add_task(text, total=None)
         yield
