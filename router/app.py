@@ -110,6 +110,7 @@ class Parts:
                 tasks,
                 timeout_s=turn_s,
                 may_mix_versions=settings.buffer.max_age > 0,
+                keeps_keys=settings.pause_mode == "in_place",
                 server_key=run.server_key,
             ),
             self.metrics,

@@ -224,8 +224,8 @@ class PublishSettings(Section):
     """How weights reach servers that were quarantined, and all servers if the transport fails on
     all of them."""
     mode: Literal["in_place", "retract", "abort"] | None = None
-    """What happens to in-flight turns during a publish; None: in_place, abort with a probe, or
-    retract where servers share the trainer's devices."""
+    """What happens to in-flight turns during a publish; None: in_place on the torch server, retract
+    on SGLang and where servers share the trainer's devices, abort with a probe."""
     bucket_mb: float = Field(128.0, gt=0)
     """Size of the buckets in which weights are sent; two are held at a time."""
     phase_timeout_s: float = Field(60.0, gt=0)
@@ -456,7 +456,9 @@ class Settings(Section):
     def pause_mode(self) -> Literal["in_place", "retract", "abort"]:
         """`publish.mode`, or what fits the verification and shared devices."""
         if self.publish.mode is None and self.verification != "probe":
-            return "retract" if self.trainer.is_colocated else "in_place"
+            # SGLang does not say that a turn was prefilled by the version before.
+            is_exact = self.server.kind == "torch" and not self.trainer.is_colocated
+            return "in_place" if is_exact else "retract"
         return self.publish.mode or "abort"
 
     def _refuse_server_contradictions(self) -> None:

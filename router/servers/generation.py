@@ -91,10 +91,13 @@ class Generator:
         *,
         timeout_s: float,
         may_mix_versions: bool,
+        keeps_keys: bool = False,
         server_key: str | None = None,
     ) -> None:
         """
         Args:
+            keeps_keys: turns in flight keep keys and values across a publish (publish.mode =
+                "in_place").
             tasks: servers are asked in it to stop what is given up here.
             server_key: of the servers, see `Run.server_key`.
         """
@@ -106,6 +109,7 @@ class Generator:
         self._tasks = tasks
         self._timeout_s = timeout_s
         self._may_mix_versions = may_mix_versions
+        self._keeps_keys = keeps_keys
 
     async def generate(
         self,
@@ -144,6 +148,7 @@ class Generator:
             name = f"{rid}-{attempt}"
             try:
                 self._keep_or_restart(generated, server, options, is_streamed=on_tokens is not None)
+                num_before, asked = len(generated.ids), server.policy_version
                 now = _after(generated, options)
                 body = request_body(
                     prompt.followed_by(generated.ids),
@@ -151,11 +156,14 @@ class Generator:
                     stop_ids,
                     rid=name,
                     max_new_tokens=sampling.max_new_tokens - len(generated.ids),
-                    policy_version=server.policy_version,
+                    policy_version=asked,
                     stream=on_tokens is not None,
                     options=now,
                 )
-                await self._call(server, body, generated, on_tokens, now, name, deadline)
+                try:
+                    await self._call(server, body, generated, on_tokens, now, name, deadline)
+                finally:
+                    self._note_prefill(generated, server, num_before, asked)
                 version = (
                     generated.spans[-1].policy_version if len(generated.ids) > num_before else None
                 )
@@ -173,6 +181,23 @@ class Generator:
                 # Whoever ended it early (a publish, a quarantine) has entered so in the registry.
                 await self._pool.refresh_if_possible()
         return generated, preferred or ""
+
+    def _note_prefill(
+        self, generated: Generated, server: Server, num_before: int, asked: int | None
+    ) -> None:
+        """Stamp what a server generated with the version that it may have prefilled by.
+
+        SGLang names the version that sampled a token. A turn that waits at the publish, prefilled
+        but without a token, attends to keys and values of the version before.
+        """
+        if not self._keeps_keys or server.entry.kind != "sglang" or asked is None:
+            return
+        for place, span in enumerate(generated.spans):
+            if span.start == num_before and span.end > num_before:
+                if span.policy_version > asked:
+                    prefill = VersionSpan(policy_version=asked, start=num_before, end=num_before)
+                    generated.spans.insert(place, prefill)
+                return
 
     def _remaining(self, deadline: float) -> float:
         remaining = deadline - self._pool.clock_s

@@ -93,13 +93,14 @@ class TwinRun:
         server_id: str = "server-0",
         version: int | None = 0,
         is_quarantined: bool = False,
+        kind: str = "torch",
     ) -> None:
         """Register a server, or change what it holds."""
         self.reader.registry.register_server(
             ServerEntry(
                 server_id=server_id,
                 url=url,
-                kind="torch",
+                kind=kind,
                 policy_version=version,
                 is_quarantined=is_quarantined,
             )

@@ -369,7 +369,7 @@ def test_sglang_on_shared_gpus_can_release_its_memory(make_model: Callable[..., 
     probed = build_settings(tree | {"publish": {"verify": "probe"}}, source="test")
     assert probed.pause_mode == "abort"
     apart = build_settings(tree | {"trainer": {}}, source="test")
-    assert apart.pause_mode == "in_place"
+    assert apart.pause_mode == "retract"
     for chosen, is_asked in ((settings, True), (apart, None)):
         table = argument_table(chosen, port=1, identity="x")
         assert table.get("enable_memory_saver") is is_asked
