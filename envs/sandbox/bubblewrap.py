@@ -68,6 +68,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         if self._cgroups is not None:
             self.enforcement = (
                 f"cgroups (version {self._cgroups.version}) bound memory and processes of a session"
+                + ", and give each the same share of the processors" * self._cgroups.shares_cpu
             )
         else:
             self._bounds = "watched"

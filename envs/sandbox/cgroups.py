@@ -1,7 +1,8 @@
 """Control groups for sessions, on machines that allow them.
 
 Groups are made below this process's own group, so its limits bound its sessions too. Other groups
-are not changed.
+are not changed. Where there is a cpu controller, each session has the share of one group, however
+many processes it starts: the kernel's default weight.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import select
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class Cgroup:
     def __init__(self, owner: Cgroups, folders: Mapping[str, Path]) -> None:
         self._owner = owner
         self.folders = folders
-        """By controller, memory and pids."""
+        """By controller: memory, pids, and cpu where there is one."""
 
     def add(self, pid: int) -> None:
         """Move a process and its descendants into the group; what they start later joins it."""
@@ -68,6 +69,7 @@ class Cgroups:
     def __init__(self, parents: Mapping[str, Path], version: int) -> None:
         self._parents = parents
         self.version = version
+        self.shares_cpu = "cpu" in parents
         self._left: list[Path] = []
         self._lock = threading.Lock()
 
@@ -123,7 +125,7 @@ def find_cgroups(parent: Path | None = None) -> tuple[Cgroups | None, str]:
     found = Cgroups(parents, version)
     try:
         if version == 2:
-            _enable(parents["memory"])
+            _enable(parents["memory"], {"memory", "pids"} | parents.keys())
         found.sweep()
         found.create(Limits()).remove()
     except OSError as error:
@@ -133,24 +135,41 @@ def find_cgroups(parent: Path | None = None) -> tuple[Cgroups | None, str]:
 
 def _parents(parent: Path | None) -> tuple[dict[str, Path], int]:
     if parent is not None:
-        return {"memory": parent, "pids": parent}, 2
+        return _of_version_2(parent), 2
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return {}, 0
-    own = {key: path for line in lines for key, path in [line.split(":", 2)[1:]]}
+    own = {
+        key: path
+        for line in lines
+        for keys, path in [line.split(":", 2)[1:]]
+        for key in keys.split(",")
+    }
     if (root / "cgroup.controllers").is_file():
         folder = root / own.get("", "/").lstrip("/")
-        return ({"memory": folder, "pids": folder} if folder.is_dir() else {}), 2
-    found = {key: root / key / own.get(key, "/").lstrip("/") for key in ("memory", "pids")}
-    return (found if all(path.is_dir() for path in found.values()) else {}), 1
+        return (_of_version_2(folder) if folder.is_dir() else {}), 2
+    places = {key: root / key / own.get(key, "/").lstrip("/") for key in ("memory", "pids", "cpu")}
+    found = {key: path for key, path in places.items() if path.is_dir()}
+    if "cpu" in found and not os.access(found["cpu"], os.W_OK):
+        del found["cpu"]
+    return (found if {"memory", "pids"} <= found.keys() else {}), 1
 
 
-def _enable(folder: Path) -> None:
-    wanted = {"memory", "pids"}
+def _of_version_2(folder: Path) -> dict[str, Path]:
+    try:
+        offered = (folder / "cgroup.controllers").read_text().split()
+    except OSError:
+        offered = []
+    names = ("memory", "pids", "cpu") if "cpu" in offered else ("memory", "pids")
+    return dict.fromkeys(names, folder)
+
+
+def _enable(folder: Path, wanted: Set[str]) -> None:
     if not wanted <= set((folder / "cgroup.subtree_control").read_text().split()):
-        (folder / "cgroup.subtree_control").write_text("+memory +pids")
+        words = " ".join(f"+{name}" for name in sorted(wanted))
+        (folder / "cgroup.subtree_control").write_text(words)
 
 
 def _descendants(pid: int) -> list[int]:

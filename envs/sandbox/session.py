@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack
 
+import structlog
+
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.envs.sandbox.api import (
     Ended,
@@ -32,6 +34,7 @@ from outloop.envs.sandbox.cgroups import Cgroup
 from outloop.envs.sandbox.guest import framing, python_interpreter
 from outloop.envs.sandbox.supervisor_process import ENVIRON, SessionLost, SupervisorProcess
 
+_log = structlog.get_logger()
 _GRACE_S = 15.0
 """Time beyond the call's wall time for the supervisor to end the call and to answer."""
 _OWN_PROCESSES = 5
@@ -77,8 +80,16 @@ class SupervisedSession:
         return self._cgroup
 
     async def open(self) -> None:
-        """Start the session."""
-        self._process, self._cgroup = await self._start()
+        """Start the session; one that fails, or hangs, is tried a second time.
+
+        Raises:
+            EnvironmentFailure: the second time too.
+        """
+        try:
+            self._process, self._cgroup = await self._start()
+        except EnvironmentFailure as error:
+            _log.warning("sandbox_start_again", error=str(error))
+            self._process, self._cgroup = await self._start()
         if self._cgroup is not None:
             # Moving a process takes the kernel some milliseconds; the first call waits for it.
             add = asyncio.to_thread(self._cgroup.add, self._process.pid)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Unpack
+from weakref import WeakKeyDictionary
 
 from outloop.envs.sandbox.api import Files, Limits, Options, RunResult, Session
 from outloop.envs.sandbox.cgroups import Cgroup
@@ -14,12 +17,31 @@ from outloop.envs.sandbox.session import Bounds, SupervisedSession
 from outloop.envs.sandbox.supervisor_process import Launch, SupervisorProcess
 
 
+class _Turns:
+    """Lets a few begin at a time, so that the first of many are done soon."""
+
+    def __init__(self, num_at_once: int) -> None:
+        self._num_at_once = num_at_once
+        # A semaphore belongs to an event loop; a sandbox may be used by several.
+        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            WeakKeyDictionary()
+        )
+
+    def turn(self) -> asyncio.Semaphore:
+        """What to enter for a turn; waiting has no limit of its own."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._by_loop:
+            self._by_loop[loop] = asyncio.Semaphore(self._num_at_once)
+        return self._by_loop[loop]
+
+
 class SupervisedSandbox:
     """Opens sessions; a backend says how their supervisor is started."""
 
     def __init__(self, limits: Limits | None) -> None:
         self._limits = limits or Limits()
         self.bundle = Bundle()
+        self._starting = _Turns(2 * (os.cpu_count() or 1))
         self._bounds: Bounds = "cgroup"
 
     async def run(
@@ -42,7 +64,8 @@ class SupervisedSandbox:
     @asynccontextmanager
     async def _session(self, limits: Limits, base: Path | None) -> AsyncIterator[Session]:
         async def start() -> tuple[SupervisorProcess, Cgroup | None]:
-            return await self._start(limits, base)
+            async with self._starting.turn():
+                return await self._start(limits, base)
 
         session = SupervisedSession(limits, start, self._bounds)
         await session.open()

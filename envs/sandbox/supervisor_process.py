@@ -42,7 +42,7 @@ class Launch:
     """Descriptors that it inherits under the same numbers."""
     end_argv: Sequence[str] = ()
     """A command that ends what killing the process would leave behind."""
-    start_timeout_s: float = 30.0
+    start_timeout_s: float = 10.0
 
 
 class SupervisorProcess:

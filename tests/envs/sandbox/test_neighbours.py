@@ -1,6 +1,8 @@
 """What one session takes of the machine's small stores, and that another still has its own."""
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,25 +54,28 @@ CALLS_REFUSED = (
 )
 
 
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A folder that sessions can begin with."""
+    with tempfile.TemporaryDirectory(prefix="outloop-base-") as name:
+        owner = base_owner()
+        if owner is not None:
+            os.chown(name, owner, owner)
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
 @pytest.mark.parametrize("has_base", [False, True], ids=["empty", "over a folder"])
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.skipif(new_user() is None, reason="sessions of an ordinary user are all of that user")
 async def test_a_session_that_takes_all_leaves_its_neighbour_its_own(
-    sandbox: Sandbox, tmp_path: Path, store: str, has_base: bool
+    sandbox: Sandbox, base: Path, store: str, has_base: bool
 ) -> None:
     """Each session is a user of its own to the kernel, with few of what is the machine's."""
-    base = None
-    if has_base:
-        base = tmp_path / "base"
-        base.mkdir()
-        owner = base_owner()
-        assert owner is not None
-        os.chown(base, owner, owner)
-        for parent in (base, *list(base.parents)[:3]):
-            parent.chmod(0o755)
+    folder = base if has_base else None
     async with (
-        sandbox.session(LIMITS, base=base) as greedy,
-        sandbox.session(LIMITS, base=base) as other,
+        sandbox.session(LIMITS, base=folder) as greedy,
+        sandbox.session(LIMITS, base=folder) as other,
         greedy.interpreter("python") as python,
     ):
         taken = await python.run(LIBC + STORES[store] + TAKE_ALL)
