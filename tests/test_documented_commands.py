@@ -42,8 +42,6 @@ num_steps = 12
 groups_per_step = 1
 learning_rate = 2e-3
 checkpoint_every = 6
-[trajectories]
-copy_to = "STORE"
 [deploy]
 image = "registry.example/mine:1"
 [eval]
@@ -141,7 +139,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for where in (path, path / "examples/calculator"):
             shutil.copy(ROOT / "examples/your_agent" / name, where)
     for where in (path, path / "examples/calculator"):
-        (where / "run.toml").write_text(TINY.replace("STORE", f"file://{path}/store"))
+        (where / "run.toml").write_text(TINY)
     for command in ("outloop new-policy --out policy", "outloop train run.toml"):
         answer = run(path, command)
         assert answer.returncode == 0, answer.stdout + answer.stderr

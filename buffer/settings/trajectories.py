@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from outloop.buffer.settings.section import Section
 
@@ -21,18 +21,6 @@ class TrajectorySettings(Section):
     """The newest so many are kept, to the file; left out: all."""
     max_mb: float = Field(10_000.0, gt=0)
     """Size of the files; the oldest ones are removed."""
-    copy_to: str | None = None
-    """URL of a folder in an object store to which the files are copied as they are written, by
-    fsspec: s3://BUCKET/FOLDER, gs://..., file:///FOLDER. Keys are read where its package does."""
     max_waiting_tokens: int = Field(20_000_000, gt=0)
     """Token ids of ended episodes that wait in Redis for the archiver, about ten bytes each; when
     there are more, the oldest are given up and counted."""
-
-    @model_validator(mode="after")
-    def _copies_what_is_kept(self) -> TrajectorySettings:
-        if self.copy_to is not None and self.enabled is False:
-            raise ValueError(
-                f"copy_to={self.copy_to!r} with enabled=false: nothing is kept that could be "
-                "copied; leave one of them out"
-            )
-        return self

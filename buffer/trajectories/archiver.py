@@ -19,7 +19,6 @@ from outloop.buffer.run import Run
 from outloop.buffer.settings.trajectories import TrajectorySettings
 from outloop.buffer.trajectories.ended import Entry
 from outloop.buffer.trajectories.folder import FOLDER, Folder, Part, part_paths, writing
-from outloop.buffer.trajectories.object_store import copied_to
 from outloop.buffer.trajectories.queue import TrajectoryQueue
 from outloop.buffer.trajectories.tables import (
     Decoder,
@@ -47,11 +46,10 @@ def archive_run(run: Run, *, stop: threading.Event) -> None:
 
     Raises:
         Conflict: another archiver writes the folder.
-        SettingsError: trajectories.copy_to is no URL that fsspec knows.
     """
     settings = run.settings.trajectories
     tokenizer = load_tokenizer(run.settings.model.path)
-    with writing(run.dir / FOLDER) as folder, copied_to(settings.copy_to, run.dir):
+    with writing(run.dir / FOLDER) as folder:
         write_vocabulary(folder.folder, tokenizer)
         wait_for_redis(run.redis_url, run.settings.buffer.outage_s, who="archiver")
         reader = BufferReader.connect(run)

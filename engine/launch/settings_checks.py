@@ -14,7 +14,6 @@ from outloop.buffer.run import HIDES_ALL, make_run_folder, read_secret
 from outloop.buffer.settings import Settings
 from outloop.buffer.tls import check_certificate
 from outloop.buffer.trackers.tracker import check_tracker
-from outloop.buffer.trajectories.object_store import ObjectStore
 from outloop.buffer.trajectories.trained import keeps_trajectories
 from outloop.engine.launch.nccl_release import check_nccl
 from outloop.engine.publish.handed_over_memory import refuse_servers_elsewhere
@@ -90,8 +89,6 @@ def _check_watchers(settings: Settings) -> None:
     trackers = settings.telemetry.trackers
     for name in trackers:
         check_tracker(name)
-    if settings.trajectories.copy_to is not None:
-        ObjectStore(settings.trajectories.copy_to)
     if "otlp" in trackers and not keeps_trajectories(settings.trajectories):
         raise SettingsError(
             'telemetry.trackers="otlp" makes spans of kept trajectories, and none are kept; set '

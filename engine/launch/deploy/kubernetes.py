@@ -611,9 +611,7 @@ class _Manifests:
             "runner": ([], [dns, peers]),
         }
         if has_archiver(self.settings):
-            copy_to = self.settings.trajectories.copy_to
-            copies = copy_to is not None and not copy_to.startswith("file:")
-            rules["archiver"] = ([], [dns, to_redis, *(anywhere if copies else [])])
+            rules["archiver"] = ([], [dns, to_redis])
         if has_monitor(self.settings):
             page: list[Tree] = []
             if self.page_port is not None:

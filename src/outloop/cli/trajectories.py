@@ -35,16 +35,6 @@ _MAX_CHARS = 60
     help="Write whole episodes as ATIF documents into this folder, a file each.",
 )
 @click.option(
-    "--export-dataset",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Write episodes and turns into this folder, which datasets.load_dataset opens.",
-)
-@click.option(
-    "--fetch",
-    metavar="URL",
-    help="First copy the archive from the URL of a run's trajectories.copy_to into RUN_DIR.",
-)
-@click.option(
     "--import-atif",
     type=click.Path(path_type=Path, dir_okay=False),
     help="RUN_DIR is a folder of ATIF documents: write them as JSONL, as --export does.",
@@ -66,8 +56,6 @@ def trajectories(
     sql: str | None,
     export: Path | None,
     export_atif: Path | None,
-    export_dataset: Path | None,
-    fetch: str | None,
     import_atif: Path | None,
     conversations: bool,
     where: str,
@@ -92,19 +80,9 @@ def trajectories(
         echo(f"wrote {read(run_dir, import_atif)} documents to {import_atif}")
         return
     folder = run_dir / FOLDER
-    if fetch is not None:
-        from outloop.buffer.trajectories.object_store import ObjectStore
-
-        with waiting(f"fetching {fetch}"):
-            number = ObjectStore(fetch).fetch(run_dir)
-        echo(f"fetched {number} files into {run_dir}")
-    elif not run_dir.is_dir():
+    if not run_dir.is_dir():
         raise click.BadParameter(f"folder {str(run_dir)!r} does not exist", param_hint="RUN_DIR")
-    exports = (
-        (export, _export_lines),
-        (export_atif, _export_atif),
-        (export_dataset, _export_dataset),
-    )
+    exports = ((export, _export_lines), (export_atif, _export_atif))
     wanted = [(out, write) for out, write in exports if out is not None]
     for out, write in wanted:
         with waiting(f"writing {out}"):
@@ -131,12 +109,6 @@ def _export_atif(folder: Path, out: Path, where: str) -> int:
     from outloop.buffer.trajectories.atif_documents import write_documents
 
     return write_documents(folder, out, _ids(folder, f"outcome IS NOT NULL AND ({where})"))
-
-
-def _export_dataset(folder: Path, out: Path, where: str) -> int:
-    from outloop.buffer.trajectories.dataset_folder import write_dataset
-
-    return write_dataset(folder, out, _ids(folder, where), name=folder.absolute().parent.name)
 
 
 def _ids(folder: Path, where: str) -> set[str]:

@@ -291,15 +291,8 @@ def test_what_nobody_wants_is_left_out(written: Written) -> None:
     )
 
 
-def test_archives_are_copied_and_alarms_posted_beyond_the_cluster(
-    written: Written, tmp_path: Path
-) -> None:
+def test_alarms_are_posted_beyond_the_cluster(written: Written, tmp_path: Path) -> None:
     """The way out is open to the one that needs it; the webhook's address is a secret."""
-    settings, config = written('trajectories.copy_to="s3://bucket/walk"')
-    found = objects(kubernetes_files(settings, config))
-    policies = {name: str(item) for (kind, name), item in found.items() if kind == "NetworkPolicy"}
-    assert "0.0.0.0/0" in policies["walk-archiver"]
-    assert "0.0.0.0/0" not in policies["walk-monitor"]
     settings, config = written(f'alarms.webhook_file="{tmp_path / "hook"}"')
     files = kubernetes_files(settings, config)
     found = objects(files)
