@@ -93,6 +93,17 @@ def chat_template_of(folder: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def end_ids_of(folder: Path) -> tuple[int, ...]:
+    """Ids at which servers end an answer by themselves: those of config.json and of
+    generation_config.json together, as SGLang joins them."""
+    found: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        given = _read_json(path).get("eos_token_id") if path.is_file() else None
+        found += [given] if isinstance(given, int) else given or []
+    return tuple(dict.fromkeys(found))
+
+
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())

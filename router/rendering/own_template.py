@@ -20,7 +20,7 @@ from renderers import DefaultRenderer
 from renderers.base import RenderedTokens
 from renderers.configs import DefaultRendererConfig
 
-from outloop.buffer.chat_format import chat_template_of
+from outloop.buffer.chat_format import chat_template_of, end_ids_of
 from outloop.buffer.errors import SettingsError
 from outloop.router.rendering.tokenizer import PolicyTokenizer
 
@@ -107,6 +107,18 @@ class OwnTemplateRenderer(DefaultRenderer):
         if tokenizer.convert_tokens_to_ids(_TOOL_CALL) is not None:
             own.setdefault("tool_parser", "qwen3")
         super().__init__(self._own, DefaultRendererConfig(**own))
+        try:
+            written = tokenizer.encode(self._after_answer([], None, is_next=False))[:1]
+        except ValueError:
+            written = []
+        self._end: int | None = next((i for i in written if i in tokenizer.added_ids), None)
+        ends = [self._end, tokenizer.eos_token_id, *end_ids_of(folder)]
+        self._stops = [one for one in dict.fromkeys(ends) if one is not None]
+
+    def get_stop_token_ids(self) -> list[int]:
+        """The end that the template writes after an answer, the tokenizer's, and those at which
+        servers end an answer by the folder's configuration."""
+        return list(self._stops)
 
     def bridge_to_next_turn(
         self,
@@ -125,18 +137,25 @@ class OwnTemplateRenderer(DefaultRenderer):
         is_whole = bool(previous_completion_ids) and previous_completion_ids[-1] in stops
         if not is_whole or any(message["role"] == "assistant" for message in new_messages):
             return None
+        # Whichever id ended the answer stands where the template writes its own end.
+        stop = self._end if self._end is not None else previous_completion_ids[-1]
+        after, end = self._after_answer(new_messages, tools, is_next=True), self._own.decode([stop])
+        if not after.startswith(end):
+            return None
+        ids = [*previous_prompt_ids, *previous_completion_ids]
+        new = self._own.encode(after.removeprefix(end))
+        return RenderedTokens(token_ids=[*ids, *new], message_indices=[-1] * (len(ids) + len(new)))
+
+    def _after_answer(
+        self, new_messages: Sequence[Any], tools: list[Any] | None, *, is_next: bool
+    ) -> str:
+        """What the template writes after an answer, up to where the next begins if `is_next`."""
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
         options = dict(self.config.model_extra or {})
         text = self._own.text_of(
-            [*before, *new_messages], tools=tools, add_generation_prompt=True, **options
+            [*before, *new_messages], tools=tools, add_generation_prompt=is_next, **options
         )
-        _, _, after = text.partition(_ANSWER)
-        stop = self._own.decode([previous_completion_ids[-1]])
-        if not after.startswith(stop):
-            return None
-        ids = [*previous_prompt_ids, *previous_completion_ids]
-        new = self._own.encode(after.removeprefix(stop))
-        return RenderedTokens(token_ids=[*ids, *new], message_indices=[-1] * (len(ids) + len(new)))
+        return text.partition(_ANSWER)[2]
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

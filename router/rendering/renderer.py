@@ -17,7 +17,7 @@ from renderers.base import ParsedResponse, ParsedToolCall
 from renderers.configs import config_from_name
 from renderers.reasoning import prompt_ends_in_reasoning
 
-from outloop.buffer.chat_format import OWN_TEMPLATE, chat_format_of
+from outloop.buffer.chat_format import OWN_TEMPLATE, chat_format_of, end_ids_of
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import ModelSettings
 from outloop.router.dialects.base import Message, ToolCall
@@ -50,7 +50,12 @@ class PolicyRenderer:
     def __init__(self, model: ModelSettings) -> None:
         self.tokenizer = PolicyTokenizer(model.path, max_tokens=model.max_context_tokens)
         self._renderer = _make_renderer(self.tokenizer, model)
-        self.stop_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
+        own_stops = self._renderer.get_stop_token_ids()
+        self._own_stops = frozenset(own_stops)
+        eos = self.tokenizer.eos_token_id
+        others = [*([eos] if eos is not None else []), *end_ids_of(model.path)]
+        # Servers end an answer at the last ones too, whatever they are asked.
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys([*own_stops, *others]))
         self._stop_set = frozenset(self.stop_ids)
         self.reasoning_ids = self._find_reasoning_ids()
         self.call_form: CallForm | None = None
@@ -129,10 +134,14 @@ class PolicyRenderer:
                 a call, whose arguments end where it was shown to.
         """
         ids = self.until_stop(output_ids)
+        whole = output_ids[: len(ids) + 1]
         try:
-            # With its stop id: in harmony it is what closes a call.
+            # With its stop id: in harmony it is what closes a call. One that the format does not
+            # know would be text.
             parsed = self._renderer.parse_response(
-                output_ids[: len(ids) + 1], tools=list(tools) or None, prompt_ids=prompt_ids
+                whole if whole[-1:] and whole[-1] in self._own_stops else ids,
+                tools=list(tools) or None,
+                prompt_ids=prompt_ids,
             )
         except _RENDERER_ERRORS:
             reasoning, rest = self._split_reasoning(ids, prompt_ids)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from outloop.buffer.chat_format import chat_format_of
+from outloop.buffer.chat_format import chat_format_of, end_ids_of
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import build_settings
 from outloop.router.dialects.base import Message, ToolCall
@@ -208,3 +208,49 @@ def test_a_tool_conversation_is_one_branch(make_folder: MakeFolder) -> None:
     assert text.count("<|im_start|>assistant\n") == again.count("<|im_start|>assistant\n") == 4
     headers = re.compile(r"<\|im_start\|>\w+")
     assert headers.findall(text) == headers.findall(again)
+
+
+END = "<|endoftext|>"
+OTHER = "<|done|>"
+
+
+@pytest.mark.parametrize("configured", [(), (END,), ("<|im_end|>", END), (END, OTHER)])
+@pytest.mark.parametrize("eos", ["<|im_end|>", END, None])
+@pytest.mark.parametrize("name", ["default", "qwen3"])
+@pytest.mark.parametrize("with_call", [False, True])
+def test_no_end_of_an_answer_is_its_text(
+    name, eos, configured, with_call, make_folder: MakeFolder
+) -> None:
+    """Neither the template's, the tokenizer's, nor one of those at which the server ends; the turn
+    is continued after each."""
+    markers = (*CHATML, *CALLS, END, OTHER, "<think>", "</think>")
+    folder = make_folder("qwen2", (*markers, "<tool_response>", "</tool_response>"))
+    tokens = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    facts = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**facts, "eos_token": eos}))
+    ids = [tokens.token_to_id(one) for one in configured]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    renderer = renderer_of(folder, name)
+    ends = {"<|im_end|>", *configured, *([eos] if eos else []), *([END] if name == "qwen3" else [])}
+    assert set(renderer.stop_ids) == {tokens.token_to_id(one) for one in ends}
+    prompt = renderer.render([Message("user", "go")], TOOLS)
+    said = '<tool_call>\n{"name": "look_up", "arguments": {}}\n</tool_call>' if with_call else "42"
+    for end in ends:
+        output = renderer.tokenizer.encode(said + end)
+        found = renderer.parse(output, prompt_ids=prompt, tools=TOOLS, call_prefix="c").message
+        assert found.text == ("" if with_call else "42")
+        assert [call.name for call in found.tool_calls] == ["look_up"] * with_call
+        added = renderer.bridge(prompt, output, [Message("tool", "found")], TOOLS)
+        assert added is not None
+        after = renderer.tokenizer.decode(added)
+        assert after.removeprefix("<|im_end|>").startswith("\n<|im_start|>user\n<")
+        assert (after.count("<|im_start|>"), after.count("found")) == (2, 1)
+
+
+@pytest.mark.parametrize("folders", [(1, [2, 3]), ([1, 2], 3), (None, [1, 2, 3]), ([1], None)])
+def test_server_and_router_end_an_answer_at_the_same_ids(folders, tmp_path: Path) -> None:
+    """Those of config.json and of generation_config.json together."""
+    for name, eos in zip(("config.json", "generation_config.json"), folders, strict=True):
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": eos}))
+    given = [[one] if isinstance(one, int) else one or [] for one in folders]
+    assert end_ids_of(tmp_path) == (*given[0], *given[1])

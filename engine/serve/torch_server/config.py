@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outloop.buffer.chat_format import end_ids_of
 from outloop.buffer.errors import SettingsError
 from outloop.engine.models.mixture import Mixture, mixture_of
 from outloop.engine.models.rotary import rotary_parameters
@@ -92,7 +93,7 @@ def read_config(folder: Path) -> ModelConfig:
         has_output_bias=attention_bias
         and architecture not in ("Qwen2ForCausalLM", "Glm4MoeForCausalLM"),
         has_mlp_bias=bool(raw.get("mlp_bias", False)),
-        eos_token_ids=_eos_ids(raw, folder),
+        eos_token_ids=frozenset(end_ids_of(folder)),
         mixture=mixture_of(raw, str(path)),
     )
 
@@ -107,16 +108,3 @@ def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
         raise SettingsError(
             f"{path}: hidden_act={activation!r} is not supported by the torch server; allowed: silu"
         )
-
-
-def _eos_ids(raw: dict[str, Any], folder: Path) -> frozenset[int]:
-    """End-of-text ids of the model and of its generation config, as SGLang joins them."""
-    found: set[int] = set()
-    generation = folder / "generation_config.json"
-    sources = [raw]
-    if generation.is_file():
-        sources.append(json.loads(generation.read_text()))
-    for source in sources:
-        eos = source.get("eos_token_id")
-        found.update([eos] if isinstance(eos, int) else eos or [])
-    return frozenset(found)
