@@ -94,6 +94,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     after: str | None = None
     """The turn that `messages` continue; a system message replaces that of its conversation."""
     tools: tuple[dict[str, Any], ...] = ()
+    num_tool_bytes: int = 0
+    """As the client wrote the tools."""
     tool_choice: str = "auto"
     """auto, none, required, or the name of a function after `function:`."""
     parallel_tool_calls: bool = True

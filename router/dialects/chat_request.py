@@ -117,6 +117,7 @@ def decode(body: bytes) -> TurnRequest:
         messages=messages,
         prefill=prefill,
         tools=tools,
+        num_tool_bytes=len(bytes(chat.tools)),
         tool_choice=fields.tool_choice_of(_tool_choice(chat.tool_choice), tools),
         parallel_tool_calls=chat.parallel_tool_calls is not False,
         num_choices=fields.whole("n", chat.n, 1, fields.MAX_CHOICES) or 1,
@@ -143,6 +144,10 @@ def to_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
     """
     if not messages:
         raise Refusal(400, "invalid_value", "messages=[]; at least one is needed", param="messages")
+    fields.check_number("messages", len(messages))
+    parts = [message.content for message in messages if isinstance(message.content, list)]
+    calls = [message.tool_calls for message in messages if message.tool_calls]
+    fields.check_number("messages.content", sum(map(len, parts)) + sum(map(len, calls)))
     return tuple([_message(index, message) for index, message in enumerate(messages)])
 
 

@@ -17,6 +17,9 @@ from outloop.router.errors import Refusal
 
 T = TypeVar("T")
 MAX_CHOICES = 128
+MAX_ITEMS = 4096
+"""Of messages, of tools, and of the parts of all messages: each costs far more than its bytes."""
+_MAX_STOP_CHARS = 4096
 MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
 _SAMPLING = (*FLOATS, "top_k")
@@ -72,6 +75,16 @@ def asked(body: object) -> dict[str, float]:
     return found
 
 
+def check_number(param: str, number: int) -> None:
+    """Refuse more items than one request may have.
+
+    Raises:
+        Refusal: 400.
+    """
+    if number > MAX_ITEMS:
+        refuse(param, f"{param} has {number} items; at most {MAX_ITEMS} are allowed")
+
+
 def seed(value: int | None) -> int | None:
     """A seed.
 
@@ -90,8 +103,12 @@ def stops(name: str, stop: str | list[str] | None) -> tuple[str, ...]:
         Refusal: 400, too many, or an empty one.
     """
     given = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(given) > _MAX_STOPS or not all(given):
-        refuse(name, f"{name}={stop!r}; at most {_MAX_STOPS} non-empty strings are allowed")
+    if len(given) > _MAX_STOPS or not all(given) or sum(map(len, given)) > _MAX_STOP_CHARS:
+        refuse(
+            name,
+            f"{name} has {len(given)} strings; at most {_MAX_STOPS}, none of them empty, of "
+            f"{_MAX_STOP_CHARS} characters together are allowed",
+        )
     return given
 
 
@@ -184,9 +201,11 @@ def tool_objects(raw: bytes) -> list[dict[str, Any]]:
         Refusal: 400, not a list of objects.
     """
     try:
-        return msgspec.json.decode(raw, type=list[dict[str, Any]] | None) or []
+        tools = msgspec.json.decode(raw, type=list[dict[str, Any]] | None) or []
     except msgspec.DecodeError as error:
         raise Refusal(400, "invalid_value", f"tools: {error}", param="tools") from error
+    check_number("tools", len(tools))
+    return tools
 
 
 def arguments(value: str | dict[str, Any] | None) -> str:

@@ -109,6 +109,7 @@ def decode(body: bytes) -> TurnRequest:
         messages=messages,
         prefill=prefill,
         tools=tools,
+        num_tool_bytes=len(bytes(asked.tools)),
         tool_choice=fields.tool_choice_of(_tool_choice(choice), tools),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         max_new_tokens=fields.whole("max_tokens", asked.max_tokens, 1, None),
@@ -135,7 +136,13 @@ def decode_count(body: bytes) -> TurnRequest:
     asked = fields.read(_count_decoder, body)
     messages, prefill = fields.split_prefill(_messages(asked))
     tools = _tools(bytes(asked.tools))
-    return TurnRequest(model=asked.model, messages=messages, prefill=prefill, tools=tools)
+    return TurnRequest(
+        model=asked.model,
+        messages=messages,
+        prefill=prefill,
+        tools=tools,
+        num_tool_bytes=len(bytes(asked.tools)),
+    )
 
 
 def _messages(asked: MessagesRequest | CountRequest) -> tuple[Message, ...]:
@@ -146,6 +153,9 @@ def _messages(asked: MessagesRequest | CountRequest) -> tuple[Message, ...]:
         messages.append(Message("system", system))
     if not asked.messages:
         fields.refuse("messages", "messages=[]; at least one is needed")
+    fields.check_number("messages", len(asked.messages))
+    num_parts = sum(_num_parts(message.content) for message in asked.messages)
+    fields.check_number("messages.content", num_parts + _num_parts(asked.system))
     for index, message in enumerate(asked.messages):
         where = f"messages[{index}]"
         if message.role == "assistant":
@@ -176,6 +186,12 @@ def _without_billing(text: str) -> str | None:
     if not text.startswith(_BILLING):
         return text
     return text.partition("\n")[2] or None
+
+
+def _num_parts(content: str | list[Block] | None) -> int:
+    if not isinstance(content, list):
+        return 0
+    return len(content) + sum(_num_parts(block.content) for block in content)
 
 
 def _refuse_state(asked: MessagesRequest | CountRequest) -> None:

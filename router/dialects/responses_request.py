@@ -124,6 +124,7 @@ def decode(body: bytes) -> TurnRequest:
         if asked.previous_response_id is not None
         else None,
         tools=tools,
+        num_tool_bytes=len(bytes(asked.tools)),
         tool_choice=fields.tool_choice_of(_tool_choice(asked.tool_choice), tools),
         parallel_tool_calls=asked.parallel_tool_calls is not False,
         max_new_tokens=fields.whole("max_output_tokens", asked.max_output_tokens, 1, None),
@@ -162,6 +163,11 @@ def _messages(asked: ResponsesRequest) -> tuple[tuple[Message, ...], tuple[Refer
     if isinstance(asked.input, str):
         conversation.messages.append(Message("user", asked.input))
     else:
+        fields.check_number("input", len(asked.input))
+        texts = [text for item in asked.input for text in (item.content, item.output)]
+        fields.check_number(
+            "input.content", sum(len(text) for text in texts if isinstance(text, list))
+        )
         conversation.read(asked.input)
     if not asked.input or not conversation.messages:
         fields.refuse("input", "input is empty; a text or at least one message is needed")

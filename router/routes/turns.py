@@ -27,7 +27,7 @@ from outloop.router.routes.model_names import ModelTable
 from outloop.router.routes.upstreams import Upstreams
 from outloop.router.turns.service import TurnService
 
-_LARGE_BODY_BYTES = 512 * 1024
+_LARGE_BODY_BYTES = 64 * 1024
 """One larger body of an episode at a time is read and rendered."""
 _DIGEST_CHARS = 32
 _COMMENT = b": waiting\n\n"

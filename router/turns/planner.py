@@ -24,6 +24,8 @@ from outloop.router.turns.sampling import is_honoured
 
 _LONG_CHARS = 64 * 1024
 """To encode more would hold up the event loop for tens of milliseconds."""
+_CHARS_PER_ITEM = 128
+"""To render a message, a call or a tool costs what it costs to encode so many characters more."""
 
 
 class Planner:
@@ -195,9 +197,12 @@ def _has_history(request: TurnRequest) -> bool:
 
 
 def _num_chars(request: TurnRequest) -> int:
-    number = len(request.prompt) if isinstance(request.prompt, str) else 0
+    """How much there is to render, in characters to encode."""
+    number = len(request.prompt) if request.prompt is not None else 0
+    number += request.num_tool_bytes
+    number += _CHARS_PER_ITEM * (len(request.messages) + len(request.tools))
     for message in request.messages:
         number += len(message.text) + len(message.reasoning)
         for call in message.tool_calls:
-            number += len(call.arguments)
+            number += len(call.arguments) + _CHARS_PER_ITEM
     return number
