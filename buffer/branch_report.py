@@ -86,6 +86,8 @@ class Drift:
     costs: tuple[CauseCost, ...]
     masked: Mapping[str, int]
     """Number of output tokens that are not trained, by mask_reason."""
+    refused: Mapping[str, int]
+    """Model calls that the router refused, by code."""
 
     @property
     def cost_share(self) -> float:
@@ -98,12 +100,14 @@ def measure(trajectories: Iterable[Trajectory]) -> Drift:
     turns_of: dict[str, list[Turn]] = defaultdict(list)
     episodes_of: dict[str, set[str]] = defaultdict(set)
     masked: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
     num_episodes = num_turns = num_branches = num_prompt_tokens = 0
     for trajectory in trajectories:
         if trajectory.episode.purpose == "sft":
             continue
         num_episodes += 1
         num_branches += len(trajectory.branches())
+        refused.update(trajectory.episode.refusals.counts)
         for turn in trajectory.turns:
             num_turns += 1
             num_prompt_tokens += len(turn.prompt_ids)
@@ -121,6 +125,7 @@ def measure(trajectories: Iterable[Trajectory]) -> Drift:
         num_prompt_tokens=num_prompt_tokens,
         costs=tuple(sorted(costs, key=lambda c: (-c.num_prompt_tokens, -c.num_turns, c.cause))),
         masked=MappingProxyType(dict(masked.most_common())),
+        refused=MappingProxyType(dict(refused.most_common())),
     )
 
 

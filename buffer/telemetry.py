@@ -250,6 +250,7 @@ METRICS: dict[str, str] = {
 
 METRIC_PREFIXES: dict[str, str] = {
     "reward/": "and a component's name: its mean over the taken episodes that have it",
+    "refused/": "and a code: model calls of the taken episodes that the router refused",
     "source/": "and the name of one of several lists of tasks: `reward_mean` and `episodes` of the "
     "taken episodes from it, `reward/COMPONENT` their means of a component; with "
     "`trainer.curriculum` the smoothed `pass_rate` and the `weight` that follows from it",

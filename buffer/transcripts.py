@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outloop.buffer.errors import SettingsError
@@ -43,6 +43,10 @@ class Transcript:
     """The end of what an agent program wrote."""
     turns: tuple[TurnText, ...]
     """In the order in which they were recorded."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Model calls that the router refused, by the code of the refusal."""
+    last_refusal: str = ""
+    """The sentence of the last one."""
 
     @property
     def is_failed(self) -> bool:
@@ -96,6 +100,8 @@ class Transcripts:
                 error=found.error,
                 output=found.output,
                 turns=tuple(self._decode.turn(turn) for turn in found.turns),
+                refused=found.refusals.counts,
+                last_refusal=found.refusals.last,
             )
 
     def skip_old(self) -> None:

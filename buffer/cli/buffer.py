@@ -347,7 +347,14 @@ def show_drift(run_dir: Path) -> None:
         _print_table("breaks", ("cause", "turns", "episodes", "prompt tokens"), rows)
     for cost in drift.costs:
         echo(f"{cost.cause}: {cost.explanation}\n  -> {cost.advice}")
-    if not drift.costs:
+    if drift.refused:
+        codes = ", ".join(f"{number} {code}" for code, number in drift.refused.items())
+        echo(
+            f"refused model calls: {codes}; `outloop episodes --run {run_dir}` shows the sentences"
+        )
+    if not drift.num_turns:
+        echo("no turn was recorded, so nothing can be said of branches")
+    elif not drift.costs:
         echo("every turn continued its episode's one branch")
     for reason, number in drift.masked.items():
         echo(f"not trained: {number} output tokens, {reason}")

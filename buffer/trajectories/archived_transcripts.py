@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
 from outloop.buffer.trajectories.folder import part_paths, read_manifest
+from outloop.buffer.trajectories.tables import refusals_of
 from outloop.buffer.transcripts import Transcript, TurnText, is_failure
 
 _TRANSCRIPT = (
     "episode_id", "task_id", "purpose", "outcome", "failure_kind", "reward", "error", "output"
 )  # fmt: skip
+_READ = (*_TRANSCRIPT, "refusals")
 _TURN_TEXT = ("episode_id", "prompt_text", "output_text", "finish_reason", "version_spans")
 
 
@@ -30,7 +33,9 @@ def read_archived_transcripts(
     found: list[Transcript] = []
     for part in reversed(read_manifest(folder).parts):
         episodes, turns = part_paths(folder, part)
-        rows = pq.read_table(episodes, columns=list(_TRANSCRIPT)).to_pylist()
+        # Parts written before refusals were recorded lack the column.
+        columns = [name for name in _READ if name in pq.read_schema(episodes).names]
+        rows = pq.read_table(episodes, columns=columns).to_pylist()
         wanted = [row for row in reversed(rows) if row["outcome"] is not None]
         if failed:
             wanted = [row for row in wanted if is_failure(row["outcome"], row["failure_kind"])]
@@ -50,10 +55,20 @@ def read_archived_transcripts(
                     policy_versions=tuple(sorted(set(turn["version_spans"][::3]))),
                 )
             )
-        found += [Transcript(**row, turns=tuple(texts[row["episode_id"]])) for row in wanted]
+        found += [_transcript(row, texts[row["episode_id"]]) for row in wanted]
         if len(found) == limit:
             break
     return found[::-1]
+
+
+def _transcript(row: dict[str, Any], turns: list[TurnText]) -> Transcript:
+    refusals = refusals_of(row)
+    return Transcript(
+        **{name: row[name] for name in _TRANSCRIPT},
+        turns=tuple(turns),
+        refused=refusals.counts,
+        last_refusal=refusals.last,
+    )
 
 
 def archived_ids(folder: Path) -> set[str]:

@@ -121,3 +121,42 @@ async def test_episodes_are_read_from_the_archive_and_from_redis(
     assert last.startswith("hostile")
     assert "1 episode shown; --limit 0 shows all" in last
     assert "1 failed episode shown" in outloop("episodes", "--failed", "--run", tmp_path / "t")
+
+
+@pytest.mark.parametrize("is_archived", [True, False])
+async def test_refused_calls_are_shown_wherever_a_run_is_looked_at(
+    redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, is_archived: bool
+) -> None:
+    """An episode with refused calls alone is neither silent nor one that continued its branch."""
+    words = {"one ": 0, "two ": 1}
+    Tokenizer(WordLevel(words, unk_token="one ")).save(str(tmp_path / "tokenizer.json"))
+    loop = await loop_on(redis.url)
+    loop.reader.trajectories.open(10**6)
+    (claim,) = (await loop.claim(1)).claims
+    await loop.open(claim, "refused")
+    put = loop.writer.refusal_notes.put
+    for _ in range(2):
+        await put("refused", "context_length_exceeded", "785 > 512", is_budget=False)
+    await loop.close("refused", 0.0)
+    if is_archived:
+        stop = threading.Event()
+        stop.set()
+        archive_run(load_run(tmp_path / "t"), stop=stop)
+    shown = outloop("episodes", "--run", tmp_path / "t")
+    assert "refused model calls: 2 context_length_exceeded; the last: 785 > 512" in shown
+    (found,) = (
+        json.loads(line)
+        for line in outloop("episodes", "--json", "--run", tmp_path / "t").splitlines()
+        if line.startswith("{")
+    )
+    assert found["refused"] == {"context_length_exceeded": 2}
+    drift = outloop("doctor", "--drift", tmp_path / "t")
+    if is_archived:
+        assert "refused model calls: 2 context_length_exceeded" in drift
+        assert "no turn was recorded" in drift
+    assert "every turn continued" not in drift
+    row = {"step": 1, "time": 1.0, "train/loss": 0.1, "train/reward_mean": 0.5,
+           "train/step_s": 2.0, "refused/context_length_exceeded": 64.0}  # fmt: skip
+    (tmp_path / "t" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    status = outloop("status", tmp_path / "t")
+    assert "refused model calls of its episodes: 64 context_length_exceeded" in status

@@ -8,6 +8,7 @@ dropped whole.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -471,7 +472,15 @@ def _take_metrics(groups: Sequence[Group], signal: Sequence[bool]) -> dict[str, 
         "train/generated_tokens_max": max(lengths, default=float("nan")),
         "train/length_reward_correlation": _length_reward_correlation(groups),
         "train/failed_share": _mean([outcome == "failed" for outcome in outcomes]),
-    }
+    } | _refusal_metrics(trajectories)
+
+
+def _refusal_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Only where the router refused a call."""
+    counts = Counter[str]()
+    for trajectory in trajectories:
+        counts.update(trajectory.episode.refusals.counts)
+    return {f"refused/{code}": number for code, number in sorted(counts.items())}
 
 
 def _length_reward_correlation(groups: Sequence[Group]) -> float:

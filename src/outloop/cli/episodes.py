@@ -80,6 +80,9 @@ def print_transcript(transcript: Transcript, max_chars: int | None) -> None:
             f"  turn {number} output (version {versions}, {turn.finish_reason}): "
             f"{_short(turn.output, max_chars)}"
         )
+    if transcript.refused:
+        codes = ", ".join(f"{number} {code}" for code, number in transcript.refused.items())
+        echo(f"  refused model calls: {codes}; the last: {one_line(transcript.last_refusal)}")
     if transcript.output:
         echo("  the end of what the agent wrote:")
         for line in _tail(transcript.output, max_chars).splitlines():

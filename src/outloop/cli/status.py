@@ -18,6 +18,8 @@ from outloop.buffer.terminal import echo
 _NUM_GROUP_SIZES = 3
 """The first so many sizes of the queue are numbers of groups."""
 _TIMEOUT_S = 30.0
+_REFUSED = "refused/"
+"""What names of metrics of refused calls begin with; the code follows."""
 
 
 @click.command()
@@ -100,7 +102,10 @@ def _last_step(run_dir: Path) -> dict[str, Any] | None:
 
     rows = [row for row in read_metrics(run_dir) if "train/loss" in row]
     names = ("step", "time", "train/reward_mean", "train/step_s", "train/policy_version")
-    return {name: rows[-1].get(name) for name in names} if rows else None
+    if not rows:
+        return None
+    refused = {name: value for name, value in rows[-1].items() if name.startswith(_REFUSED)}
+    return {name: rows[-1].get(name) for name in names} | refused
 
 
 def _from_redis(run_dir: Path) -> tuple[int, dict[str, Any]]:
@@ -141,6 +146,13 @@ def _print(found: dict[str, Any]) -> None:
             f"step {last['step']} of {found['num_steps']}, {_ago(last['time'])}; "
             f"reward {last['train/reward_mean']:.3f}; {last['train/step_s']:.1f} s a step"
         )
+        refused = [
+            f"{number:.0f} {name.removeprefix(_REFUSED)}"
+            for name, number in last.items()
+            if name.startswith(_REFUSED)
+        ]
+        if refused:
+            echo(f"refused model calls of its episodes: {', '.join(refused)}")
     if "redis" in found:
         echo(found["redis"])
     if "queue" not in found:

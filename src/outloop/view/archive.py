@@ -35,6 +35,8 @@ LISTED = (
     "error"
 )
 """Columns of a listing: all but the long texts."""
+_LISTED_CHARS = 2000
+"""Of the first prompt's end and of the last answer, of which a listing shows a few words."""
 _SORTS = {
     "ended": "ended_at",
     "reward": "reward",
@@ -213,7 +215,10 @@ class RunFolder:
         )
 
     def episodes(self, wanted: EpisodeFilter) -> dict[str, Any]:
-        """A page of the listing, and how many episodes fit in all."""
+        """A page of the listing, and how many episodes fit in all.
+
+        `asked` and `answered`: the end of the first prompt and the beginning of the last answer.
+        """
         condition, parameters = wanted.sql()
         order = _SORTS.get(wanted.sort, "ended_at")
         direction = "DESC" if wanted.descending else "ASC"
@@ -229,6 +234,13 @@ class RunFolder:
             f"SELECT {LISTED} FROM episodes WHERE episode_id IN ({_marks(ids)})", ids
         )
         by_id = {row["episode_id"]: row for row in found}
+        for row in self._rows(
+            "SELECT episode_id, right(arg_min(prompt_text, turn_index), ?) AS asked, "
+            "left(arg_max(output_text, turn_index), ?) AS answered FROM turns "
+            f"WHERE episode_id IN ({_marks(ids)}) GROUP BY episode_id",
+            [_LISTED_CHARS, _LISTED_CHARS, *ids],
+        ):
+            by_id[row["episode_id"]] |= row
         return {
             "total": page[0]["total"] if page else 0,
             "mean_reward": page[0]["mean_reward"] if page else None,

@@ -49,6 +49,13 @@ function turnBlock(run, one, node, nodes, raw) {
       : [messages(turn.prompt_text, "context").map((m) => bubble(m.role, m.text)), bubble("policy", messages(turn.output_text, "policy").map((m) => m.text).join(""))]);
 }
 
+// What the router refused, where it refused something.
+function refused(one) {
+  const { counts = {}, last = "" } = one.refusals ? JSON.parse(one.refusals) : {};
+  const codes = Object.entries(counts).map(([code, count]) => `${count} ${code}`);
+  return codes.length ? `${codes.join(", ")}; the last: ${plain(last)}` : "";
+}
+
 export function tabs(run, id, groupId, taskId, now) {
   const tab = (name, view, target) => h("a", { href: link(run, view, target), "aria-current": now === view ? "page" : null }, name);
   return h("nav", { class: "tabs", "aria-label": "Views of the episode" }, tab("conversation", "episode", id), tab("tokens", "tokens", id), groupId && tab("its group", "group", groupId), taskId && tab("its task by version", "task", taskId));
@@ -63,6 +70,7 @@ export async function show(main, { run, id, query }) {
       h("a", { class: other.episode_id === id ? "chip on" : "chip", href: link(run, "episode", other.episode_id), "aria-current": other.episode_id === id ? "true" : null }, `${other.attempt}: ${other.reward === null ? other.fate : number(other.reward)}`)));
     replace(main, h("h1", {}, "Episode ", h("code", { title: one.episode_id }, short(one.episode_id))), tabs(run, id, one.group_id, one.task_id, "episode"), facts(run, one), siblings,
       one.error && h("section", { class: "card error" }, h("h3", {}, "Error"), h("pre", {}, plain(one.error))),
+      refused(one) && h("section", { class: "card error" }, h("h3", {}, "Refused model calls"), h("pre", {}, refused(one))),
       h("div", { class: "toolbar" }, h("label", {}, h("input", { type: "checkbox", id: "raw", checked: raw, onchange: (event) => { raw = event.target.checked; draw(); } }), " text as the server saw it"),
         one.num_branches > 1 && h("span", {}, `${one.num_branches} branches`), one.resumes && h("span", {}, `resumes ${short(one.resumes)}`)),
       nodes.length ? h("div", { class: "turns" }, nodes.map((node) => turnBlock(run, one, node, nodes, raw))) : h("p", { class: "empty" }, "The episode has no turn."),

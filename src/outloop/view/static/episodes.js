@@ -4,8 +4,10 @@ import * as api from "./api.js";
 import { announce, h, replace } from "./dom.js";
 import { fate, number, plain, seconds, short } from "./format.js";
 import { link } from "./route.js";
+import { messages } from "./transcript.js";
 
 const PAGE = 50;
+const WORDS = 48;
 const SHORTCUTS = [
   ["newest", {}],
   ["longest that got the lowest reward", { sort: "tokens", max_reward: "0" }],
@@ -21,7 +23,7 @@ const SELECTS = {
   fate: ["", "trained", "evaluated", "dropped", "dropped/no_signal", "dropped/stale", "dropped/failed", "dropped/filtered", "dropped/overlong", "lost"],
 };
 const COLUMNS = [
-  ["episode", null], ["task", null], ["fate", null], ["outcome", null], ["reward", "reward"], ["turns", "turns"],
+  ["episode", null], ["task", null], ["asked", null], ["answered", null], ["fate", null], ["outcome", null], ["reward", "reward"], ["turns", "turns"],
   ["tokens", "tokens"], ["version", "version"], ["time", "duration"],
 ];
 
@@ -42,10 +44,24 @@ export function rewardCell(value) {
   return h("td", { class: "num reward" }, value === null ? "–" : number(value));
 }
 
+// The first words of what the user said last in the first prompt, and of the policy's last answer.
+function asked(one) {
+  const said = messages(one.asked || "", "context").filter((message) => message.role === "user");
+  return said.length ? said[said.length - 1].text : "";
+}
+
+const answered = (one) => messages(one.answered || "", "policy").map((message) => message.text).join(" ");
+
+function words(text) {
+  const line = text.trim().replace(/\s+/g, " ");
+  return h("td", { class: "words", title: plain(line.slice(0, 300)) }, plain(line.slice(0, WORDS)));
+}
+
 function row(run, one, query) {
   return h("tr", { tabindex: -1, "data-href": link(run, "episode", one.episode_id) },
     h("td", {}, h("a", { href: link(run, "episode", one.episode_id), title: one.episode_id }, short(one.episode_id)), one.purpose === "eval" ? h("span", { class: "badge" }, "eval") : null),
     h("td", {}, h("a", { href: link(run, "task", one.task_id), title: `${one.task_id}: across versions` }, plain(short(one.task_id)))),
+    words(asked(one)), words(answered(one)),
     h("td", {}, h("span", { class: `badge ${one.fate}` }, fate(one))), h("td", { class: one.outcome === "completed" ? "" : "bad" }, one.outcome || "open", one.failure_kind ? ` (${one.failure_kind})` : ""),
     rewardCell(one.reward), h("td", { class: "num" }, one.num_turns, one.num_branches > 1 ? h("span", { class: "badge", title: "branches" }, `${one.num_branches} br`) : null), h("td", { class: "num" }, number(one.num_output_tokens)),
     h("td", { class: "num" }, one.min_version === one.max_version ? number(one.max_version) : `${one.min_version}–${one.max_version}`), h("td", { class: "num" }, one.closed_at ? seconds(one.closed_at - one.opened_at) : "–"));

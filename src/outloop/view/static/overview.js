@@ -35,6 +35,13 @@ function componentSeries(rows, steps) {
   return names.map((name, i) => ({ name, color: COLORS[i % COLORS.length], points: rows.filter((row) => row.name === name && row.version !== null).map((row) => ({ step: row.version, value: row.mean })) }));
 }
 
+// Model calls of each step's episodes that the router refused, by code.
+function refusals(rows, of) {
+  const names = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((name) => name.startsWith("refused/"));
+  return names.length ? stackedChart({ title: `Refused model calls${of}`, note: "by code, of the taken episodes", parts: names.map((name, i) => ({
+    name: name.slice("refused/".length), color: COLORS[i % COLORS.length], points: rows.map((row) => ({ step: row.step, value: row[name] ?? 0 })) })) }) : null;
+}
+
 // What outloop.Run.record was given.
 function ownNumbers(metrics, of) {
   const names = [...new Set(metrics.flatMap((row) => Object.keys(row)))].filter((name) => name.startsWith("user/"));
@@ -72,6 +79,7 @@ function charts(shown) {
     several ? single("Length", "train/generated_tokens_mean", "generated tokens of an episode, mean", { floor: 0 }) : lineChart({ title: "Length", note: "generated tokens of an episode", floor: 0, series: named(rows, [["mean", "train/generated_tokens_mean"], ["largest", "train/generated_tokens_max"]]) }),
     several ? single("Truncated", "train/truncated_share", "share of taken episodes", { floor: 0 }) : lineChart({ title: "Truncated and failed", note: "share of taken episodes", floor: 0, series: named(rows, [["truncated", "train/truncated_share"], ["failed", "train/failed_share"]]) }),
     rows.length && increments(rows, "buffer/dropped/").length ? stackedChart({ title: `Groups dropped${of}`, note: "by reason, each step", parts: increments(rows, "buffer/dropped/") }) : null,
+    refusals(rows, of),
     several ? single("Importance ratio", "train/ratio_p99", "99th percentile") : lineChart({ title: "Importance ratio", note: "policy / behavior at the first update", series: named(rows, [["1st percentile", "train/ratio_p01"], ["mean", "train/ratio_mean"], ["99th percentile", "train/ratio_p99"]]) }),
     single("Gradient norm", "train/grad_norm", "before clipping", { floor: 0 }),
     single("Loss", "train/loss", ""),
