@@ -86,6 +86,11 @@ class Run:
         return read_secret(server.api_key_file, "server.api_key_file")
 
     @property
+    def keys_file(self) -> Path:
+        """Where its keys are, as JSON."""
+        return _keys_path(self.settings, self.dir)
+
+    @property
     def redis_address(self) -> str:
         """`redis_url` without the password and the files of TLS, for logs and messages."""
         parts = urlsplit(self.redis_url)

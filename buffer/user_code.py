@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,7 +38,8 @@ def import_folders(import_dir: Path | None) -> tuple[Path, ...]:
 def import_object(path: str, *, setting: str, import_dir: Path | None) -> Any:
     """Import the object `package.module:name`.
 
-    The folders of `import_folders` are put at the start of `sys.path`, as Python does for a script.
+    The folders of `import_folders` come before installed packages in `sys.path`, and after Python's
+    own modules: a file of the user's cannot take the place of one of these.
 
     Raises:
         SettingsError: no such module or name (the nearest is named), or the import raised.
@@ -51,12 +53,12 @@ def import_object(path: str, *, setting: str, import_dir: Path | None) -> Any:
     folders = import_folders(import_dir)
     for folder in reversed(folders):
         if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+            sys.path.insert(_after_standard_library(), str(folder))
     try:
         target = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise _import_raised(path, setting, error) from error
+            raise _import_raised(path, setting, error, folders) from error
         where = ", ".join(str(folder) for folder in folders)
         near = nearest(module_name, [p.stem for folder in folders for p in folder.glob("*.py")])
         raise SettingsError(
@@ -64,25 +66,57 @@ def import_object(path: str, *, setting: str, import_dir: Path | None) -> Any:
             f"installed packages; {near}give package.module:function as you would import it there"
         ) from error
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        raise _import_raised(path, setting, error) from error
+        raise _import_raised(path, setting, error, folders) from error
     for part in name.split("."):
         if not hasattr(target, part):
             known = [key for key, value in vars(target).items() if callable(value)]
             raise SettingsError(
                 f"{setting}={path!r}: {getattr(target, '__name__', module_name)!r} has no "
                 f"{part!r}; {nearest(part, known)}put the function's name after the colon"
+                f"{_shadow_hint(folders)}"
             )
         target = getattr(target, part)
     return target
 
 
-def _import_raised(path: str, setting: str, error: BaseException) -> SettingsError:
+def _after_standard_library() -> int:
+    """The index in `sys.path` behind Python's own modules."""
+    own = sysconfig.get_path("stdlib")
+    packages = ("site-packages", "dist-packages")
+    found = [
+        index
+        for index, folder in enumerate(sys.path)
+        if folder.startswith(own) and not folder.endswith(packages)
+    ]
+    return found[-1] + 1 if found else 0
+
+
+def _shadow_hint(folders: Iterable[Path]) -> str:
+    """Names the user's files that cannot be imported, because Python has a module of the name."""
+    files = [
+        file.name
+        for folder in folders
+        for file in sorted(folder.glob("*.py"))
+        if file.stem in sys.stdlib_module_names
+    ]
+    if not files:
+        return ""
+    return (
+        f". Python has modules of the names of {', '.join(files)}, which are imported in their "
+        "place: give these files other names"
+    )
+
+
+def _import_raised(
+    path: str, setting: str, error: BaseException, folders: Iterable[Path]
+) -> SettingsError:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     text = " ".join(text_of(error).split())
     return SettingsError(
         f"{setting}={path!r}: importing it raised {type(error).__name__}{place}: {text}; "
         "make `import` of the module work on its own, and try again"
+        f"{_shadow_hint(folders)}"
     )
 
 

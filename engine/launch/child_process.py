@@ -80,4 +80,4 @@ class PartProcess:
 
 def part_command(part: str, run_dir: Path, *extra: str) -> list[str]:
     """The command line that runs `part` of the run in `run_dir` with this interpreter."""
-    return [sys.executable, "-m", "outloop.cli", part, "--run", str(run_dir), *extra]
+    return [sys.executable, "-P", "-m", "outloop.cli", part, "--run", str(run_dir), *extra]

@@ -144,7 +144,7 @@ def _check_model(settings: Settings) -> None:
 def _check_environment(settings: Settings) -> None:
     """What the user wrote: code, command and tasks."""
     answer = subprocess.run(
-        [sys.executable, "-m", "outloop.envs.runner.preflight", settings.model_dump_json()],
+        [sys.executable, "-P", "-m", "outloop.envs.runner.preflight", settings.model_dump_json()],
         capture_output=True,
         text=True,
         timeout=300,

@@ -64,7 +64,7 @@ def run_ranks(run_dir: Path, *, num_ranks: int) -> None:
         shutdown_timeout=_STOP_TIMEOUT_S,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder.path)),
     )
-    command = ("-u", "-m", "outloop.cli", "trainer", "--run", str(run_dir))
+    command = ("-P", "-u", "-m", "outloop.cli", "trainer", "--run", str(run_dir))
     try:
         elastic_launch(config, sys.executable)(*command)
     except SignalException:

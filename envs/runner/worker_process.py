@@ -110,7 +110,7 @@ class WorkerProcess:
         os.set_blocking(stacks, False)
         asyncio.get_running_loop().add_reader(stacks, self._take_stacks, stacks)
         starting = asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "outloop.envs.runner.worker_main"),
+            *(sys.executable, "-P", "-m", "outloop.envs.runner.worker_main"),
             *(str(theirs.fileno()), str(self._marker.descriptor), str(their_stacks)),
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), self._marker.descriptor, their_stacks),

@@ -103,6 +103,7 @@ class JudgementPool:
             ours.setblocking(False)
             command = [
                 sys.executable,
+                "-P",
                 "-m",
                 "outloop.envs.verifiers.judgement_worker",
                 *self._preload,

@@ -334,6 +334,8 @@ class Serving:
     """The key to control the router."""
     redis_url: str
     """Of the run's Redis, without password."""
+    keys_file: Path
+    """Where the keys are, as JSON."""
 
     def __init__(self, settings: Settings, stop: threading.Event) -> None:
         self._settings = settings
@@ -379,6 +381,7 @@ class Serving:
         self.base_url, self.admin_url = f"{url}/v1", url
         self.runner_key, self.admin_key = run.keys.runner_key, run.keys.admin_key
         self.redis_url = run.redis_address
+        self.keys_file = run.keys_file
         self._is_ready.set()
 
 

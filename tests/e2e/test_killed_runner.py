@@ -125,7 +125,7 @@ def test_a_killed_runner_s_turns_are_not_generated_again(
     try:
         with started(workspace, "serve", "run.toml", *options) as serving:
             assert serving.stdout is not None
-            assert "runner_key" in serving.stdout.readline()
+            assert "keys_file" in serving.stdout.readline()
             num_probes = tap.num_calls["/generate"]
             with started(workspace, "runner", "--run", "runs/tiny") as runner:
                 until(lambda: len(lines_of(workspace)) == 2 * NUM_BEFORE, "the first turns", runner)

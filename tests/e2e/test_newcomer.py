@@ -184,7 +184,7 @@ def test_the_same_agent_as_a_rollout_function_trains_with_two_runners(
 
 def test_plain_http_from_a_shell(folder: Path, policy: Path) -> None:
     """The page's curl commands: open, run, reward, close, and look at what was recorded."""
-    with started(folder, "serve", "run.toml") as process:
+    with started(folder, "serve", "run.toml", "--show-keys") as process:
         assert process.stdout is not None
         facts = json.loads(process.stdout.readline())
         env = {

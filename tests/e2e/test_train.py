@@ -268,10 +268,12 @@ def test_serve_answers_an_openai_client(workspace: Path, write_config: WriteConf
         try:
             assert process.stdout is not None
             facts = json.loads(process.stdout.readline())
-            assert set(facts) == {"base_url", "runner_key", "admin_url", "admin_key", "redis_url"}
+            assert set(facts) == {"base_url", "admin_url", "redis_url", "keys_file"}
+            keys = json.loads(Path(facts["keys_file"]).read_text())
+            assert not [key for key in keys.values() if str(key) in json.dumps(facts)]
             episode = post(
                 facts["admin_url"] + "/episodes",
-                facts["runner_key"],
+                keys["runner_key"],
                 {
                     "task_id": "t",
                     "group_id": None,

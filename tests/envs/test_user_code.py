@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -299,3 +300,29 @@ def test_the_check_opens_the_sandbox_of_verifiers(
     sentence = answer.stderr.strip().splitlines()[-1]
     assert "UnitTests: its sandbox cannot be used here: sandbox='bubblewrap'" in sentence
     assert "install the package bubblewrap" in sentence
+
+
+SHADOWS = ("secrets", "calendar", "queue", "random", "types", "json")
+
+
+async def test_files_named_like_pythons_modules_break_no_part(
+    router: Any, play_with: Callable[..., Any], folder: Path
+) -> None:
+    """Each imports Python's own, and the rollout function is found."""
+    for name in SHADOWS:
+        (folder / f"{name}.py").write_text("KEY = 'the user has keys here'\n")
+    imports = "\n    ".join(f"import {name}; assert not hasattr({name}, 'KEY')" for name in SHADOWS)
+    source = f"async def play(task, episode):\n    {imports}\n    return 1.0\n"
+    await play_with(router, source, num_workers=1, timeout_s=60)
+    assert router.closed("error") == [""] * 4
+
+
+def test_a_file_that_python_has_a_module_of_is_named(
+    folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """As the module of the function, and as what that imports."""
+    (folder / "queue.py").write_text("def play(task, episode):\n    return 1.0\n")
+    (folder / "own.py").write_text("from queue import play\n")
+    for path in ("queue:play", "own:play"):
+        with pytest.raises(SettingsError, match=r"names of queue\.py"):
+            load_rollout(make_settings(rollout_function_path=path).env)

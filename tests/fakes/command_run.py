@@ -67,7 +67,7 @@ def part_of(folder: Path, part: str) -> psutil.Process:
         process
         for process in psutil.process_iter(["cmdline", "cwd"])
         if process.info["cwd"] == str(folder)
-        and (process.info["cmdline"] or [])[1:4] == ["-m", "outloop.cli", part]
+        and (process.info["cmdline"] or [])[1:5] == ["-P", "-m", "outloop.cli", part]
     ]
     return found
 

@@ -214,6 +214,7 @@ def _by_torchrun(
     """The command as ranks on every node, which meet at `meeting`."""
     interpreter, *rest = command
     return [
+        *("env", "PYTHONSAFEPATH=1"),
         *(interpreter, "-m", "torch.distributed.run", "--nnodes", str(num_nodes)),
         *("--nproc-per-node", str(ranks_per_node), "--rdzv-backend", "c10d"),
         *("--rdzv-id", "trainer", "--rdzv-endpoint", meeting),

@@ -119,7 +119,7 @@ class RayPlacement:
 def bundle_command(address: str, group: str, name: str, numbers: Sequence[int]) -> list[str]:
     """The beginning of the command line that runs a program in bundles; see `ray_part`."""
     return [
-        *(sys.executable, "-m", "outloop.engine.launch.deploy.ray_part"),
+        *(sys.executable, "-P", "-m", "outloop.engine.launch.deploy.ray_part"),
         *("--address", address, "--group", group, "--name", name),
         *("--bundles", ",".join(map(str, numbers))),
     ]
@@ -292,7 +292,15 @@ def _redis(settings: Settings, host: str) -> Iterator[dict[str, object]]:
         process = PartProcess(
             "redis",
             [
-                *(sys.executable, "-m", "outloop.cli", "redis", "--dir", str(run_dir / "redis")),
+                *(
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "outloop.cli",
+                    "redis",
+                    "--dir",
+                    str(run_dir / "redis"),
+                ),
                 *("--host", "0.0.0.0", "--port", str(port), "--password-file", str(password)),
                 *("--fsync", settings.buffer.fsync),
                 *("--max-memory-mb", str(settings.buffer.max_memory_mb)),

@@ -212,7 +212,8 @@ class SlurmPlacement:
             *("--nproc-per-node", str(ranks_of_node(self._settings))),
             *("--rdzv-backend", "c10d", "--rdzv-id", "trainer"),
         )
-        line = f'exec "$0" {shlex.join(words)} --rdzv-endpoint {meet}:{TRAINER_PORT} "$@"'
+        meeting = f"--rdzv-endpoint {meet}:{TRAINER_PORT}"
+        line = f'export PYTHONSAFEPATH=1; exec "$0" {shlex.join(words)} {meeting} "$@"'
         interpreter, *rest = command
         program = rest[rest.index("-m") + 2 :]
         return ["sh", "-c", line, interpreter, *RANKS_MODULE, *program]
@@ -274,7 +275,7 @@ def batch_script(settings: Settings, config: Path, overrides: Sequence[str]) -> 
         + '}" | head -n 1)"'
     )
     sets = sets.replace("TRAINER_HOST", f"'{host}'")
-    python = shlex.join([sys.executable, "-m", "outloop.cli"])
+    python = shlex.join([sys.executable, "-P", "-m", "outloop.cli"])
     body = _BODY.format(
         workdir=shlex.quote(str(Path.cwd())),
         run_dir=shlex.quote(str(run_dir)),

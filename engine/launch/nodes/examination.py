@@ -63,7 +63,7 @@ def examine_run_nodes(
         from outloop.engine.launch.deploy.slurm_nodes import is_in_job, run_in_allocation
 
         if not is_in_job():
-            program = (sys.executable, "-m", "outloop.cli", "doctor", "--config", str(config))
+            program = (sys.executable, "-P", "-m", "outloop.cli", "doctor", "--config", str(config))
             return run_in_allocation(
                 settings,
                 [*program, "--on", engine],
@@ -125,7 +125,7 @@ def _ask_for_reports(
     with NodePrograms() as programs:
         deadline = time.monotonic() + timeout_s
         for node in placed.nodes:
-            program = [sys.executable, "-m", module, "--parts", ",".join(node.parts)]
+            program = [sys.executable, "-P", "-m", module, "--parts", ",".join(node.parts)]
             program.append(settings.model_dump_json())
             programs.start(node.name, placed.command(node, program))
         answers = programs.wait_for(names, deadline)
@@ -159,7 +159,7 @@ def measure_links(
     nodes = [*sending, *(node for node in able if node not in sending)]
     names = [node.name for node in nodes]
     words = [
-        *(sys.executable, "-m", "outloop.engine.launch.nodes.link_measurement"),
+        *(sys.executable, "-P", "-m", "outloop.engine.launch.nodes.link_measurement"),
         *("--num-ranks", str(len(nodes)), "--num-measured", str(len(sending))),
         *("--backend", _backend(settings, sending)),
         *("--timeout-s", str(min(_MEET_TIMEOUT_S, timeout_s / 2))),

@@ -27,9 +27,11 @@ def open_as(part: str, run_dir: Path) -> Run:
 
 
 def stop_event() -> threading.Event:
-    """An event that SIGINT and SIGTERM set."""
+    """An event that SIGINT, SIGTERM and SIGHUP set."""
+    from outloop.engine.launch.stop_signals import ending_signals
+
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         signal.signal(number, lambda *_: stop.set())
     return stop
 
@@ -42,13 +44,15 @@ def log_ready(part: str) -> Callable[[str], None]:
 
 
 def run_until_signalled(part: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run an async part; SIGINT and SIGTERM set the event that it is given."""
+    """Run an async part; SIGINT, SIGTERM and SIGHUP set the event that it is given."""
     import uvloop
+
+    from outloop.engine.launch.stop_signals import ending_signals
 
     async def run() -> None:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             loop.add_signal_handler(number, stop.set)
         await part(stop)
 

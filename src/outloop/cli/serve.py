@@ -15,8 +15,12 @@ from outloop.cli.options import CONFIG, SET
 @click.command()
 @CONFIG
 @SET
-def serve(config: Path, overrides: tuple[str, ...]) -> None:
-    """Serve the policy of CONFIG behind the router; prints one JSON line when ready."""
+@click.option("--show-keys", is_flag=True, help="Print the runner key and the admin key too.")
+def serve(config: Path, overrides: tuple[str, ...], show_keys: bool) -> None:
+    """Serve the policy of CONFIG behind the router; prints one JSON line when ready.
+
+    The line holds addresses, and the file in which the keys are.
+    """
     import outloop
     from outloop.buffer.settings import load_settings
     from outloop.buffer.telemetry import configure_logging
@@ -29,10 +33,12 @@ def serve(config: Path, overrides: tuple[str, ...]) -> None:
             sys.exit(130)
         facts = {
             "base_url": served.base_url,
-            "runner_key": served.runner_key,
             "admin_url": served.admin_url,
-            "admin_key": served.admin_key,
             "redis_url": served.redis_url,
+            "keys_file": str(served.keys_file.absolute()),
         }
+        if show_keys:
+            # Else they end where stdout does: in logs.
+            facts |= {"runner_key": served.runner_key, "admin_key": served.admin_key}
         echo(json.dumps(facts))
         served.wait()
