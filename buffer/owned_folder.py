@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import tempfile
 import weakref
 from contextlib import suppress
 from pathlib import Path
 
+import structlog
+
+from outloop.buffer import untrusted_tree
+
+_log = structlog.get_logger()
+
 
 class OwnedFolder:
     """An empty folder, there until `close` or the end of the process.
+
+    Programs that nobody trusts may fill it. What cannot be removed is logged, and never an error.
 
     Args:
         kind: how its name begins.
@@ -63,5 +70,6 @@ def _remove_own(folder: Path, descriptor: int, pid: int) -> None:
 
 
 def _remove(folder: Path, descriptor: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    if (left := untrusted_tree.remove(folder)) is not None:
+        _log.warning("folder_not_removed", folder=str(folder), reason=str(left))
     os.close(descriptor)
