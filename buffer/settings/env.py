@@ -35,12 +35,12 @@ class EnvSettings(Section):
     agent_environment: tuple[str, ...] = ()
     """Names of variables that an agent program gets from the runner's environment, for example the
     key of a search engine."""
-    agent_sandbox: Literal["auto", "bubblewrap", "none"] = "auto"
-    """Sandbox of an agent program. auto: bubblewrap if it works here, else none, with a warning.
-    bubblewrap: an error if it does not work. none: the program has the runner's rights."""
+    agent_sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
+    """Sandbox of an agent program. bubblewrap: it must work here, or nothing starts. none: the
+    program has the runner's rights, and can read the run's keys and the tasks' answers."""
     agent_read_only: tuple[Path, ...] = ()
-    """Folders that an agent program in bubblewrap may read, besides the project and the
-    interpreters on PATH; home folders are hidden otherwise."""
+    """Files and folders that an agent program in bubblewrap may read, besides those of the system,
+    the interpreters on PATH, and the files that its command names and imports."""
     hidden_task_fields: tuple[str, ...] = ()
     """Fields of a task that only the verifier sees."""
     reward_weights: dict[str, float] = {}
@@ -82,6 +82,9 @@ class EnvSettings(Section):
     """If the verifier takes longer, the reward is env.failure_reward."""
     agent_memory_mb: float = Field(2048, gt=16)
     """Limit of all processes of an agent program together."""
+    agent_disk_mb: float = Field(4096, gt=1)
+    """Limit of all files together that an agent program has in its folders; each counts 4 KiB at
+    least."""
     max_output_bytes: int = Field(64 * 2**20, gt=0)
     """An agent program that writes more is ended."""
     max_kept_bytes: int = Field(65536, gt=0, le=4 * 2**20)

@@ -145,15 +145,16 @@ def _shared_memory() -> Finding:
 
 
 def _agent_sandbox() -> Finding:
-    """Whether bubblewrap can keep an agent program away from the run's keys and answers."""
+    """Whether agent programs can be started in bubblewrap, away from the run's keys and answers."""
     advice = (
-        "agent programs can read the run's keys and the tasks' answers: install the package "
-        "bubblewrap, or see env.agent_sandbox in docs/your-own-agent.md"
+        "agent programs do not start: install the package bubblewrap; with "
+        "env.agent_sandbox = \"none\" they can read the run's keys and the tasks' answers"
     )
     bwrap = shutil.which("bwrap")
     found = "no bwrap on PATH"
     if bwrap is not None:
-        argv = [bwrap, "--unshare-user", "--unshare-pid", "--ro-bind", "/", "/", "--proc", "/proc"]
+        users = () if os.getuid() == 0 else ("--unshare-user",)
+        argv = [bwrap, *users, "--unshare-pid", "--ro-bind", "/", "/", "--proc", "/proc"]
         try:
             answer = subprocess.run(
                 [*argv, "true"], capture_output=True, text=True, timeout=_BWRAP_S, check=False

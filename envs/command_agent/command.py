@@ -25,8 +25,10 @@ from pathlib import Path
 
 import msgspec
 
+from outloop.buffer import untrusted_tree
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.user_code import import_folders
+from outloop.envs.sandbox.cgroups import Cgroup
 
 _REAPER = Path(__file__).with_name("process_reaper.py")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
@@ -45,7 +47,7 @@ class CompletedProgram(msgspec.Struct, frozen=True):
     exit_code: int | None
     """Negative for a signal; None if a limit ended it."""
     reason: str
-    """The limit that ended it: time, memory or output; empty: none."""
+    """The limit that ended it: time, memory, processes, disk or output; empty: none."""
     stdout: str
     """The end of the program's standard output."""
     stderr: str
@@ -61,6 +63,20 @@ class Limits(msgspec.Struct, frozen=True):
     memory_mb: float
     output_bytes: int
     kept_bytes: int
+    disk_mb: float = 0
+    """Of all files below `folder` together; 0: no limit."""
+    folder: str = ""
+
+
+class Walls(msgspec.Struct, frozen=True):
+    """What a program is started in."""
+
+    program: tuple[str, ...]
+    """The command to put before it; the first word is bubblewrap."""
+    files: dict[str, str]
+    """Options of bubblewrap, and the files whose descriptors they take."""
+    cgroup: Cgroup | None
+    """Where its memory and its processes are counted."""
 
 
 class CommandLine:
@@ -80,7 +96,7 @@ class CommandLine:
             raise SettingsError(f"{self._named} is empty; give a program and its arguments")
         folders = import_folders(import_dir)
         program = self._words[0]
-        if "{" not in program and shutil.which(program, path=_path()) is None:
+        if "{" not in program and shutil.which(program, path=search_path()) is None:
             where = ", ".join(map(str, folders))
             raise SettingsError(
                 f"{self._named}: there is no program {program!r} in PATH or {where}; give its "
@@ -173,7 +189,7 @@ class CommandLine:
 def agent_environment(names: Sequence[str], episode: Mapping[str, str]) -> dict[str, str]:
     """The environment of an agent program: little of the runner's, and the episode's."""
     kept = {name: os.environ[name] for name in (*_INHERITED, *names) if name in os.environ}
-    return {**kept, "PATH": _path(), **episode}
+    return {**kept, "PATH": search_path(), **episode}
 
 
 def check_agent_environment(names: Sequence[str]) -> None:
@@ -194,7 +210,7 @@ def check_agent_environment(names: Sequence[str]) -> None:
 def verifier_environment() -> dict[str, str]:
     """The environment of a verifier: this process's, without outloop's settings and endpoints."""
     kept = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
-    return {**kept, "PATH": _path()}
+    return {**kept, "PATH": search_path()}
 
 
 async def run(
@@ -203,28 +219,43 @@ async def run(
     *,
     env: Mapping[str, str],
     folder: Path,
-    is_confined: bool = False,
+    walls: Walls | None = None,
 ) -> CompletedProgram:
     """Run a program to its end or a limit.
-
-    Args:
-        is_confined: `words` begin with bubblewrap; a failure of bubblewrap itself is no result.
 
     Raises:
         EnvironmentFailure: it could not be started, or its reaper died.
     """
-    options = {**msgspec.structs.asdict(limits), "is_confined": is_confined}
-    async with _reaper(words, options, env, folder) as (reader, reaper):
-        try:
-            data = await asyncio.wait_for(reader.read(), limits.time_s + _REAPER_S)
-        except TimeoutError:
-            data = b""
+    options: dict[str, object] = {
+        **msgspec.structs.asdict(limits),
+        "tree_module": untrusted_tree.__file__,
+    }
+    if walls is not None:
+        words = (*walls.program, *words)
+        options["files"] = walls.files
+        if walls.cgroup is not None:
+            groups = {str(path / "cgroup.procs") for path in walls.cgroup.folders.values()}
+            options["groups"] = sorted(groups)
+    try:
+        async with _reaper(words, options, env, folder) as (reader, reaper):
+            try:
+                data = await asyncio.wait_for(reader.read(), limits.time_s + _REAPER_S)
+            except TimeoutError:
+                data = b""
+        num_killed = walls.cgroup.oom_kills() if walls and walls.cgroup else 0
+    finally:
+        if walls is not None and walls.cgroup is not None:
+            await asyncio.to_thread(walls.cgroup.remove)
     try:
         ran = msgspec.json.decode(data, type=CompletedProgram)
     except msgspec.DecodeError as error:
         raise EnvironmentFailure(
             f"the program's reaper ended with exit_code={reaper.returncode} and without a report"
         ) from error
+    if num_killed and not ran.reason and ran.exit_code:
+        ran = msgspec.structs.replace(
+            ran, reason="memory", exit_code=None, memory_mb=limits.memory_mb
+        )
     if not ran.is_started and not ran.reason:
         last = " ".join(ran.stderr.split())[-300:]
         raise EnvironmentFailure(
@@ -284,7 +315,7 @@ async def _wait(process: asyncio.subprocess.Process) -> None:
         await waiting
 
 
-def _path() -> str:
+def search_path() -> str:
     """PATH with this interpreter's folder first, so that `python` is the one that runs outloop."""
     path = os.environ.get("PATH", os.defpath)
     own = str(Path(sys.executable).parent)

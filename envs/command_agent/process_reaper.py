@@ -5,20 +5,25 @@ only, because one is started for each episode. It is the reaper of all descendan
 none of them is alive, whichever session they moved to. When its runner ends, it ends them at once.
 
 LIMITS is JSON: control (a socket to the runner), time_s, memory_mb, output_bytes, kept_bytes,
-is_confined (COMMAND begins with bubblewrap, which reports on descriptor 3).
+disk_mb (of all files below folder, which the Python file tree_module counts), groups (files to join
+control groups by), files (COMMAND begins with bubblewrap, which reports on descriptor 3, and takes
+descriptors of these files after these options).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import resource
 import selectors
 import signal
+import stat
 import sys
 import time
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -26,7 +31,13 @@ _TERM_GRACE_S = 1.0
 _DRAIN_S = 0.5
 _KILL_S = 5.0
 _POLL_S = 0.5
-Limits = dict[str, float]
+_MAX_PROCESSES = 2048
+_MAX_SIGNALS = 1024
+"""Queued signals and timers of the program's user."""
+_DISK_S = 1.0
+_DISK_SHARE = 0.2
+"""Of the time at most, files are counted."""
+Limits = dict[str, Any]
 _PAGE_MB = resource.getpagesize() / 2**20
 
 
@@ -68,14 +79,32 @@ def start(command: list[str], limits: Limits, outputs: dict[int, int]) -> int:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         memory = int(limits["memory_mb"] * 2**20)
         # Data, not address space: node reserves far more of the latter than it touches.
-        resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+        lower(resource.RLIMIT_DATA, memory)
+        lower(resource.RLIMIT_MSGQUEUE, 0)
+        lower(resource.RLIMIT_SIGPENDING, _MAX_SIGNALS)
+        if limits["disk_mb"]:
+            lower(resource.RLIMIT_FSIZE, int(limits["disk_mb"] * 2**20))
         for target, source in outputs.items():
             os.dup2(source, target)
+        for group in limits.get("groups", ()):
+            with open(group, "w") as file:
+                file.write("0")
+        for option, path in limits.get("files", {}).items():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.set_inheritable(descriptor, True)
+            command[1:1] = [option, str(descriptor)]
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"outloop: {command[0]!r} cannot be started: {error}\n".encode())
     finally:
         os._exit(127)
+
+
+def lower(kind: int, value: int) -> None:
+    """Set a resource limit, to no more than what it is."""
+    ceiling = resource.getrlimit(kind)[1]
+    value = value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
+    resource.setrlimit(kind, (value, value))
 
 
 def children(pid: int) -> list[int]:
@@ -116,6 +145,32 @@ def resident_mb(pids: list[int]) -> float:
     return pages * _PAGE_MB
 
 
+def unlinked_bytes(pids: list[int]) -> int:
+    """Size of the files that the processes hold open and that no folder has any more."""
+    found: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        try:
+            names = os.listdir(f"/proc/{pid}/fd")
+        except OSError:
+            continue
+        for name in names:
+            with contextlib.suppress(OSError):
+                file = os.stat(f"/proc/{pid}/fd/{name}")
+                if stat.S_ISREG(file.st_mode) and file.st_nlink == 0:
+                    found[file.st_dev, file.st_ino] = file.st_blocks * 512
+    return sum(found.values())
+
+
+def module_of(path: str) -> Any:
+    """Import a file by its path: this process has no import path to outloop."""
+    spec = importlib.util.spec_from_file_location("untrusted_tree", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def kill_all(pid: int) -> None:
     """Kill and reap until nothing is left below this process, or for _KILL_S."""
     deadline = time.monotonic() + _KILL_S
@@ -142,6 +197,7 @@ class Reaper:
     def __init__(self, pid: int, limits: Limits, streams: dict[int, StreamTail], wake: int) -> None:
         self._pid = pid
         self._limits = limits
+        self._is_confined = "files" in limits
         self._streams = streams
         self._selector = selectors.DefaultSelector()
         for descriptor, kept in streams.items():
@@ -151,6 +207,7 @@ class Reaper:
         # The end of a child wakes the selector.
         self._selector.register(wake, selectors.EVENT_READ, StreamTail(1))
         self._is_abandoned = False
+        self._tree: Any = None
         self.reason = ""
         self.memory_mb = 0.0
         self.status: int | None = None
@@ -159,12 +216,17 @@ class Reaper:
         """Wait until the program ended, or until a limit (`reason`: time, memory, output)."""
         end = time.monotonic() + self._limits["time_s"]
         next_poll = 0.0
+        next_count = time.monotonic() + _DISK_S
         while self.status is None and not self._is_abandoned:
             self._read(_POLL_S)
             now = time.monotonic()
             if now >= next_poll:
                 next_poll = now + _POLL_S
                 self._weigh()
+            if self._limits["disk_mb"] and now >= next_count:
+                self._count_files()
+                taken_s = time.monotonic() - now
+                next_count = time.monotonic() + max(_DISK_S, taken_s / _DISK_SHARE)
             total = sum(kept.total for kept in self._streams.values())
             if total > self._limits["output_bytes"]:
                 self.reason = "output"
@@ -182,13 +244,25 @@ class Reaper:
             pass
 
     def _weigh(self) -> None:
-        self.memory_mb = max(self.memory_mb, resident_mb(descendants()))
+        pids = descendants()
+        self.memory_mb = max(self.memory_mb, resident_mb(pids))
         if self.memory_mb > self._limits["memory_mb"]:
             self.reason = "memory"
+        if len(pids) > _MAX_PROCESSES:
+            self.reason = "processes"
+
+    def _count_files(self) -> None:
+        if self._tree is None:
+            self._tree = module_of(self._limits["tree_module"])
+        used = unlinked_bytes(descendants())
+        with contextlib.suppress(OSError):
+            used += self._tree.used_bytes(self._limits["folder"])
+        if used > self._limits["disk_mb"] * 2**20:
+            self.reason = "disk"
 
     def _ask_to_end(self) -> None:
         # A signal to bubblewrap itself would kill everything in it at once.
-        targets = set(descendants()) - {self._pid} if self._limits["is_confined"] else {-self._pid}
+        targets = set(descendants()) - {self._pid} if self._is_confined else {-self._pid}
         for one in targets:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGTERM)
@@ -238,7 +312,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     # Standard output, standard error, and what bubblewrap reports.
-    pipes = {target: os.pipe() for target in ((1, 2, 3) if limits["is_confined"] else (1, 2))}
+    pipes = {target: os.pipe() for target in ((1, 2, 3) if "files" in limits else (1, 2))}
     pid = start(command, limits, {target: ends[1] for target, ends in pipes.items()})
 
     def end_all(number: int, frame: object) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import json
 import re
-import shutil
 import tempfile
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from outloop.buffer import untrusted_tree
 from outloop.buffer.errors import EnvironmentFailure, RecordError, SettingsError
 from outloop.buffer.owned_folder import OwnedFolder
 from outloop.buffer.records import Reward, Task
@@ -274,7 +274,7 @@ class _CommandVerifier:
         try:
             ran = await self._run(task, result, folder, clock.limit_s)
         finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(untrusted_tree.remove, folder)
         if ran.reason == "time":
             raise VerifierTimeout(f"{_SETTING} took longer than {clock.limit_s:g} s")
         if ran.exit_code != 0:

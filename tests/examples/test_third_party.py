@@ -53,6 +53,8 @@ max_context_tokens = 8192
 agent_command = "{python} {program} {witness} {{agent}} {{question}}"
 verifier = "scoring:score"
 tasks = "scoring:tasks"
+# They write what they saw beside the project.
+agent_sandbox = "none"
 max_concurrent_episodes = 4
 episode_deadline_s = 400
 max_replaced_share = 1.0

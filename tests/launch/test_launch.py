@@ -253,7 +253,7 @@ def test_doctor_finds_this_machine_fit() -> None:
 
 
 def test_doctor_warns_where_agent_programs_are_not_confined(tmp_path: Path) -> None:
-    """Without bubblewrap an agent program reads the run's keys: said, and no reason to stop."""
+    """Without bubblewrap an agent program starts only with the run's keys in reach: it is said."""
     answer = subprocess.run(
         [sys.executable, "-m", "outloop.cli", "doctor"],
         env={**os.environ, "PATH": str(tmp_path), "COLUMNS": "200"},

@@ -177,6 +177,12 @@ def build() -> ctypes.Structure | None:
     return _Program(len(steps), array)
 
 
+def encode(program: ctypes.Structure) -> bytes:
+    """The filter's instructions, as the kernel and bubblewrap read them."""
+    assert isinstance(program, _Program)
+    return ctypes.string_at(program.steps, program.length * ctypes.sizeof(_Instruction))
+
+
 def load(program: ctypes.Structure) -> None:
     """Apply the filter to this process and all that it starts; needs no_new_privs.
 

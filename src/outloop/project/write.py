@@ -19,6 +19,8 @@ _WAYS = {
     "function": 'rollout_function_path = "rollout:play"',
     "program": 'agent_command = "python agent.py --task {task_file}"\n'
     'verifier = "verifier:verify"\n'
+    "# The agent runs in bubblewrap and sees its own files alone. Where bubblewrap cannot be had:\n"
+    '# agent_sandbox = "none"  # it has your rights, and can read the run\'s keys\n'
     "# A process for each episode: a few at a time.\nmax_concurrent_episodes = 4",
 }
 

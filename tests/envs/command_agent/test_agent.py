@@ -441,7 +441,7 @@ async def test_a_program_sees_its_project_and_nothing_of_the_run(
         assert "runner key" not in output
         assert "24" not in str(report["seen"][str(asked[2])])
         assert "def verify" not in output
-        assert report["listed"][str(folder / "runs")] == []
+        assert report["seen"][str(folder / "runs")] == "FileNotFoundError"
         assert report["written"] == ["/tmp/x", "x"]
         assert report["num_processes"] <= 3
         assert report["cwd"] is True
@@ -475,27 +475,75 @@ async def test_a_program_may_be_a_module(
     assert router.closed("output") == ["found"]
 
 
-async def test_a_program_that_its_sandbox_cannot_start_is_no_result(
-    router: Any, play_program: Any, folder: Path
+def test_a_program_that_its_sandbox_cannot_start_is_refused_before_anything_starts(
+    folder: Path, make_settings: Callable[..., Settings]
 ) -> None:
-    """What bubblewrap cannot find is the environment's failure, with what to set."""
-    hidden = Path("/var/tmp/outloop-test-agent.sh")
-    hidden.write_text("#!/bin/sh\necho 1\n")
-    hidden.chmod(0o755)
-    router.num_episodes = 1
-    try:
-        await play_program(router, "", agent_sandbox="bubblewrap", agent_command=str(hidden))
-        assert router.closed("failure_kind") == ["environment"]
-        assert "env.agent_read_only" in router.closed("error")[0]
-        await play_program(
-            router,
-            "",
-            agent_sandbox="bubblewrap",
-            agent_command=str(hidden),
-            agent_read_only=["/var/tmp"],
-        )
-    finally:
-        hidden.unlink()
+    """The sentence says how to name what the program needs; named, it is found."""
+    (folder / "checks.py").write_text(VERIFIER)
+    (folder / "own").mkdir()
+    interpreter = folder / "own/interpreter"
+    interpreter.symlink_to("/bin/sh")
+    script = folder / "agent"
+    script.write_text(f"#!{interpreter}\necho 1\n")
+    script.chmod(0o755)
+    env = {
+        "rollout_function_path": None,
+        "tasks": "checks:tasks",
+        "agent_command": str(script),
+        "verifier": "checks:verify",
+    }
+    with pytest.raises(SettingsError, match="env.agent_read_only") as caught:
+        check_rollout(make_settings(**env))
+    assert f"{str(script)!r} cannot be started in its sandbox" in str(caught.value)
+    check_rollout(make_settings(**env, agent_read_only=["own"]))
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"hidden_task_fields": ["anwser"]}, ["'anwser'", "did you mean 'answer'?"]),
+        ({"hidden_task_fields": ["answer", "task_id"]}, ["'task_id'", "answer, question"]),
+        ({"agent_read_only": ["promts"]}, ["env.agent_read_only", "/promts'"]),
+        ({"agent_command": "sh agent.sh {qestion}"}, ["did you mean 'question'?"]),
+        ({"agent_sandbox": "auto"}, ["env.agent_sandbox", "'bubblewrap' or 'none'"]),
+    ],
+)
+def test_names_in_values_that_name_nothing_are_refused(
+    env: dict[str, Any], words: list[str], folder: Path, make_settings: Callable[..., Settings]
+) -> None:
+    """A misspelt field would be shown to the policy, and a misspelt folder would be missing."""
+    (folder / "checks.py").write_text(VERIFIER)
+    (folder / "agent.sh").write_text("echo 1\n")
+    good = {
+        "rollout_function_path": None,
+        "tasks": "checks:tasks",
+        "agent_command": "sh agent.sh {question}",
+        "verifier": "checks:verify",
+        "hidden_task_fields": ["answer"],
+    }
+    with pytest.raises(SettingsError) as caught:
+        check_rollout(make_settings(**(good | env)))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_a_machine_without_bubblewrap_is_refused_before_anything_starts(
+    folder: Path, make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs unconfined unless the settings say so, and the sentence names both ways."""
+    (folder / "checks.py").write_text(VERIFIER)
+    (folder / "agent.py").write_text("print(1)\n")
+    env = {
+        "rollout_function_path": None,
+        "tasks": "checks:tasks",
+        "agent_command": f"{sys.executable} agent.py",
+        "verifier": "checks:verify",
+    }
+    monkeypatch.setenv("PATH", str(folder))
+    with pytest.raises(SettingsError) as caught:
+        check_rollout(make_settings(**env))
+    for words in ("no bwrap on PATH", "apt-get install bubblewrap", 'env.agent_sandbox = "none"'):
+        assert words in str(caught.value)
+    check_rollout(make_settings(**env, agent_sandbox="none"))
 
 
 async def test_a_program_that_asks_for_time_gets_it(router: Any, play_program: Any) -> None:
