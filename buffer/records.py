@@ -31,6 +31,8 @@ DropReason = Literal["stale", "no_signal", "failed", "overlong", "malformed", "f
 # a type that is not equal to the declared one.
 Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 Float32 = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
+MAX_REWARD = 1e12
+"""Of a reward, a component or a part of one, above zero or below it."""
 MAX_ANSWER_CHARS = 1000
 SOURCE = "source"
 """Key of an episode's metadata: which of several lists of tasks its task is from."""
@@ -312,7 +314,7 @@ class Reward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     majority vote of an evaluation. Empty: the verifier does not say."""
 
     def __post_init__(self) -> None:
-        if type(self.value) is not float or not math.isfinite(self.value):
+        if type(self.value) is not float or not -MAX_REWARD <= self.value <= MAX_REWARD:
             msgspec.structs.force_setattr(self, "value", _number("value", self.value))
         if not self.answer.isascii():
             msgspec.structs.force_setattr(self, "answer", storable(self.answer))
@@ -364,7 +366,7 @@ def _number(name: str, number: Any) -> float:
     """The number as a float; scalars of array libraries, Decimal and Fraction are numbers too.
 
     Raises:
-        RecordError: it is none, or not finite.
+        RecordError: it is none, not finite, or beyond MAX_REWARD.
     """
     # A numpy.float64 is a float, which msgspec does not encode.
     given = number.item() if getattr(number, "shape", None) == () else number
@@ -381,6 +383,12 @@ def _number(name: str, number: Any) -> float:
         raise RecordError(
             f"reward {name}={number!r}; a finite number is allowed. "
             "Check the verifier for a division by zero or an empty mean."
+        )
+    if abs(plain) > MAX_REWARD:
+        raise RecordError(
+            f"reward {name}={number!r}; numbers from -{MAX_REWARD:g} to {MAX_REWARD:g} are "
+            "allowed: the statistics of a group with a larger one overflow, and its others teach "
+            "nothing. Check the verifier's unit, or bound what it gives"
         )
     return given if type(given) is float else plain
 

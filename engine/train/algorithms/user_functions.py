@@ -123,11 +123,14 @@ def _finite(value: Any, shape: tuple[int, ...], named: str, episode: ScoredEpiso
             f"{named} gave {value!r} for episode_id={episode.episode_id!r}, which is no number "
             f"({error}); finite numbers are allowed, of shape {shape}"
         ) from error
-    if numbers.shape != shape or not np.isfinite(numbers).all():
+    # Infinite in float32 where it is above 3e38.
+    with np.errstate(over="ignore"):
+        is_finite = bool(np.isfinite(numbers.astype(np.float32)).all())
+    if numbers.shape != shape or not is_finite:
         raise SettingsError(
             f"{named} gave {numbers!r} for episode_id={episode.episode_id!r}; finite numbers are "
-            f"allowed, of shape {shape}: one for the episode, for a turn, or for each of the "
-            "turn's tokens"
+            f"allowed, in float32, of shape {shape}: one for the episode, for a turn, or for each "
+            "of the turn's tokens"
         )
     return numbers
 

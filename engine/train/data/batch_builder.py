@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from outloop.buffer.errors import RecordError
+from outloop.buffer.errors import RecordError, UpdateRefused
 from outloop.buffer.records import DropReason, Float32, Group, Int32, Trajectory
 from outloop.buffer.routed_experts import RoutingShape, replayed_shape
 from outloop.buffer.settings import Settings
@@ -46,6 +46,11 @@ from outloop.engine.train.data.train_batch import TrainBatch
 
 Episodes = list[tuple[Sample, ...]]
 """The samples of each scored episode of a group."""
+_TOO_LARGE = (
+    "advantages of this step are not finite: its rewards, less penalties and times their source's "
+    "weight, are too large for float32. Lower trainer.overlong_penalty, trainer.kl_coefficient or "
+    "trainer.sources.NAME.weight, or bound what the verifier or trainer.advantage_path gives"
+)
 _log = structlog.get_logger()
 
 
@@ -68,22 +73,34 @@ class Credit:
         Args:
             advantage: of the settings, `advantage_of`.
             counts_dropped: whether dropped groups count in a take's statistics.
+
+        Raises:
+            UpdateRefused: an advantage, or a statistic of the rewards, is not finite.
         """
-        found = take_credits(
-            self.groups,
-            advantage,
-            signal=self.teaches,
-            counted=[counts_dropped or index in self.rows for index in range(len(self.groups))],
-        )
+        # A function of the user's own may make use of infinity on its way.
+        is_own = not isinstance(advantage, str)
+        try:
+            with np.errstate(over="ignore" if is_own else "raise"):
+                found = take_credits(
+                    self.groups,
+                    advantage,
+                    signal=self.teaches,
+                    counted=[counts_dropped or i in self.rows for i in range(len(self.groups))],
+                )
+        except FloatingPointError as error:
+            raise UpdateRefused(_TOO_LARGE) from error
         column = np.zeros(rows.token_ids.shape, np.float32)
-        for index, episodes in self.rows.items():
-            for members, value in zip(episodes, found[index], strict=True):
-                for row in members:
-                    where = slice(rows.starts[row], rows.starts[row + 1])
-                    if isinstance(value, float):
-                        column[where] = value
-                    else:
-                        _fill_turns(column[where], rows.turns[where], value)
+        with np.errstate(over="ignore"):
+            for index, episodes in self.rows.items():
+                for members, value in zip(episodes, found[index], strict=True):
+                    for row in members:
+                        where = slice(rows.starts[row], rows.starts[row + 1])
+                        if isinstance(value, float):
+                            column[where] = value
+                        else:
+                            _fill_turns(column[where], rows.turns[where], value)
+        if not np.isfinite(column).all():
+            raise UpdateRefused(_TOO_LARGE)
         return column
 
 

@@ -11,7 +11,16 @@ from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 from msgspec import structs
 
-from outloop.buffer.records import Group, Sampling, Trajectory, Turn, VersionSpan
+from outloop.buffer.errors import RecordError, UpdateRefused
+from outloop.buffer.records import (
+    Group,
+    Reward,
+    Sampling,
+    TokenReward,
+    Trajectory,
+    Turn,
+    VersionSpan,
+)
 from outloop.buffer.sampling_support import SamplingSupport
 from outloop.buffer.settings import Settings
 from outloop.engine.train.data.batch_builder import Batch, build_batch
@@ -330,3 +339,64 @@ def test_a_token_is_as_old_as_the_oldest_version_of_its_turn(
     for trained, oldest in (((2, 3), 3), ((1, 2), 3), ((0, 1), 5), ((2, 2), None)):
         assert structs.replace(turn, loss_spans=(trained,)).trained_version_bounds == (oldest, 5)
     assert oldest_trained_version(make_trajectory([turn])) == 3
+
+
+@pytest.mark.parametrize("part", ["value", "components", "turns", "branches", "tokens"])
+@pytest.mark.parametrize("number", [1e300, -1e13, float("inf"), float("nan"), 10**400])
+def test_a_reward_that_would_overflow_statistics_is_refused(part: str, number: float) -> None:
+    """Where it is built, as one that is no number is; a group with it would teach nothing and say
+    that all is well."""
+    parts: dict[str, Any] = {
+        "components": {"c": number},
+        "turns": {"t": number},
+        "branches": {"t": number},
+        "tokens": (TokenReward("t", 0, 1, number),),
+    }
+    with pytest.raises(RecordError, match="allowed"):
+        Reward(value=number) if part == "value" else Reward(value=0.0, **{part: parts[part]})
+
+
+@pytest.mark.parametrize("largest", [1e12, -1e12, 1e6])
+@pytest.mark.parametrize(
+    "advantage", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "best_of_n"]
+)
+def test_the_largest_reward_leaves_advantages_finite(
+    advantage: str, largest: float, make_group: MakeGroup
+) -> None:
+    """Each group that has signal teaches, and is pulled towards what earned most."""
+    group = make_group("g", rewards=[0.0, largest, 0.0, 1.0])
+    chosen = settings(trainer={"advantage": advantage})
+    batch = build_batch([group], chosen, policy_version=0, vocab_size=10)
+    assert batch.metrics["train/groups_with_signal_share"] == 1.0
+    found = [s.advantage for s in samples_of(batch)[0]]
+    assert np.isfinite(found).all()
+    assert np.ptp(found) > 0.5
+    assert found[1] == (max(found) if largest > 0 else min(found))
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"overlong_penalty": 1e300, "overlong_max_tokens": 1, "advantage": "grpo"},
+        {"overlong_penalty": 1e200, "overlong_max_tokens": 1, "advantage": "reinforce_pp"},
+        {"overlong_penalty": 1e39, "overlong_max_tokens": 1, "advantage": "dr_grpo"},
+    ],
+)
+def test_what_overflows_later_refuses_the_step(
+    trainer: dict[str, Any], make_turn: MakeTurn, make_trajectory: MakeTrajectory
+) -> None:
+    """Advantages of zero or infinity would hide it."""
+    turns = [make_turn("a", output=(3,) * size) for size in (1, 3)]
+    group = Group(
+        group_id="g",
+        slot=0,
+        task_id="t",
+        group_size=2,
+        trajectories=tuple(
+            make_trajectory([turn], reward=reward, episode_id=f"e{reward}")
+            for turn, reward in zip(turns, (0.0, 1.0), strict=True)
+        ),
+    )
+    chosen = settings(trainer=trainer | {"overlong_buffer_tokens": 0, "overlong_max_tokens": 2})
+    with pytest.raises(UpdateRefused, match="not finite: its rewards"):
+        build_batch([group], chosen, policy_version=0, vocab_size=10)
