@@ -10,6 +10,7 @@ from pathlib import Path
 
 from outloop.buffer.chat_format import chat_format_of
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.model_ids import read_vocabulary, refuse_ids_without_rows
 from outloop.buffer.run import HIDES_ALL, make_run_folder, read_secret
 from outloop.buffer.settings import Settings
 from outloop.buffer.tls import check_certificate
@@ -117,6 +118,7 @@ def _check_model(settings: Settings) -> None:
                 f"model.path={str(folder)!r} holds no {name}; "
                 "give a Hugging Face folder with config.json, tokenizer.json and model.safetensors"
             )
+    refuse_ids_without_rows(folder, read_vocabulary(folder))
     if settings.model.renderer == "auto":
         chat_format_of(folder)
     known = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")

@@ -19,6 +19,7 @@ from renderers.reasoning import prompt_ends_in_reasoning
 
 from outloop.buffer.chat_format import OWN_TEMPLATE, chat_format_of, end_ids_of
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.model_ids import refuse_ids_without_rows
 from outloop.buffer.settings import ModelSettings
 from outloop.router.dialects.base import Message, ToolCall
 from outloop.router.errors import Refusal
@@ -44,11 +45,14 @@ class PolicyRenderer:
     """Renders for one model folder.
 
     Raises:
-        SettingsError: no tokenizer.json, an unknown `model.renderer`, or options it refuses.
+        SettingsError: no tokenizer.json, ids that the model has no row for, an unknown
+            `model.renderer`, or options it refuses.
     """
 
     def __init__(self, model: ModelSettings) -> None:
         self.tokenizer = PolicyTokenizer(model.path, max_tokens=model.max_context_tokens)
+        if (model.path / "config.json").is_file():
+            refuse_ids_without_rows(model.path, self.tokenizer.get_vocab())
         self._renderer = _make_renderer(self.tokenizer, model)
         own_stops = self._renderer.get_stop_token_ids()
         self._own_stops = frozenset(own_stops)

@@ -13,12 +13,14 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.model_ids import read_vocabulary
 from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings, build_settings, with_overrides
 from outloop.cli import cli
 from outloop.engine.launch.settings_checks import check_before_start
 from outloop.engine.launch.training import is_finished, train
 from outloop.engine.models.random_init import Sizes, write_policy
+from outloop.router.rendering.renderer import PolicyRenderer
 
 PLAY = "async def play(task, episode):\n    return 0.0\n"
 MakeSettings = Callable[..., Settings]
@@ -248,3 +250,39 @@ def test_every_path_to_code_of_the_user_is_imported_before_the_start(
         check_before_start(changed)
     assert f"{section}.{name}" in str(refused.value)
     assert path in str(refused.value)
+
+
+@pytest.mark.parametrize("where", ["a part", "the whole model"])
+def test_a_tokenizer_with_ids_that_the_model_has_no_row_for_is_refused(
+    make_settings: MakeSettings, tmp_path: Path, where: str
+) -> None:
+    """A token that was added without resizing the model: by the launcher and by a router that is
+    started alone. Fewer ids than rows are no matter."""
+    folder = tmp_path / "policy"
+    config = json.loads((folder / "config.json").read_text())
+    rows = config["vocab_size"]
+
+    def with_rows(number: int) -> None:
+        changed = config | {"vocab_size": number}
+        if where == "a part":
+            del changed["vocab_size"]
+            changed["text_config"] = {"vocab_size": number}
+        (folder / "config.json").write_text(json.dumps(changed))
+
+    with_rows(rows + 64)
+    check_before_start(make_settings())
+    text = json.loads((folder / "tokenizer.json").read_text())
+    new = 1 + max(read_vocabulary(folder).values())
+    text["added_tokens"].append(
+        text["added_tokens"][-1] | {"id": new, "content": "<|extra|>", "special": True}
+    )
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    with_rows(new)
+    words = rf"1 tokens beyond the model's vocab_size={new} .*'<\|extra\|>' \({new}\)"
+    with pytest.raises(SettingsError, match=words):
+        check_before_start(make_settings())
+    with pytest.raises(SettingsError, match=words):
+        PolicyRenderer(make_settings().model)
+    with_rows(new + 1)
+    check_before_start(make_settings())
+    PolicyRenderer(make_settings().model)
