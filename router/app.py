@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from importlib.metadata import version
 from types import MappingProxyType
 
 import aiohttp
@@ -235,7 +236,13 @@ def create_app(run: Run, writer: BufferWriter, *, timings: Timings = DEFAULT_TIM
                 parts.locator.close()
                 parts.long_texts.shutdown(wait=False, cancel_futures=True)
 
-    app = RouterApp(title="outloop router", lifespan=lifespan)
+    app = RouterApp(
+        title="outloop router",
+        version=version("outloop"),
+        lifespan=lifespan,
+        # To where the Host header says, and with the key.
+        redirect_slashes=False,
+    )
     app.state.is_serving = asyncio.Event()
     if run.settings.router.cors_origins:
         app.cross_origin = CORSMiddleware(

@@ -135,7 +135,7 @@ class RewardApp:
         self._max_tokens = max_tokens
         self._authorization = f"Bearer {key}" if key else None
         self._waiting: asyncio.Queue[_Asked] = asyncio.Queue()
-        self.app = FastAPI(title="outloop reward model")
+        self.app = FastAPI(title="outloop reward model", redirect_slashes=False)
         self._add_routes()
 
     async def run(self) -> None:

@@ -14,6 +14,7 @@ from schemathesis.core.failures import FailureGroup
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi import checks as openapi_checks
 
+import outloop
 from fakes.fake_server import Script
 
 ADMIN = {"/servers", "/pause", "/resume", "/policy_version"}
@@ -180,3 +181,18 @@ async def test_a_document_that_is_wrong_is_found_out(stage, documented, wrong: s
     (operation,) = (one for one in other.operations if one.path == "/v1/models")
     with pytest.raises(FailureGroup):
         await asyncio.to_thread(other.hold, operation, ALLOWED, 1)
+
+
+async def test_the_document_names_this_release(stage) -> None:
+    """Whoever reads it knows what answers."""
+    document = (await stage.http.get("/openapi.json")).json()
+    assert document["info"]["version"] == outloop.__version__
+
+
+@pytest.mark.parametrize("path", ["/pause/", "/status/", "/metrics/", "/docs/", "/nothing/", "//x"])
+async def test_no_path_leads_to_where_the_host_header_says(stage, path) -> None:
+    """A key would go there with the request."""
+    for method in ("GET", "POST"):
+        answer = await stage.http.request(method, path, headers={"host": "elsewhere.example"})
+        assert not answer.is_redirect
+        assert "location" not in answer.headers

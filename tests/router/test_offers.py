@@ -171,3 +171,14 @@ def test_every_port_declines_offers() -> None:
             values = {one.arg: ast.unparse(one.value) for one in node.keywords}
             found.append((values.get("http"), values.get("ws")))
     assert sorted(found) == [("'h11'", "'none'")] * 3 + [("ClientConnection", "'none'")]
+
+
+def test_no_port_redirects() -> None:
+    """FastAPI's would lead to where the Host header says, with the key."""
+    root = Path(__file__).parents[2]
+    files = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("FastAPI", "RouterApp"):
+                values = {one.arg: ast.unparse(one.value) for one in node.keywords}
+                assert values.get("redirect_slashes") == "False", path

@@ -66,7 +66,9 @@ class ServerApp:
         self._start_version = engine.weight_version
         grammars = make_grammars(engine.text.folder, engine.update.live.config.vocab_size)
         self._generate = GenerateEndpoint(engine, grammars)
-        self._control = FastAPI(title="outloop torch server", description=PURPOSE)
+        self._control = FastAPI(
+            title="outloop torch server", description=PURPOSE, redirect_slashes=False
+        )
         self._add_generation_routes()
         self._add_memory_routes()
         self._add_update_routes()

@@ -42,7 +42,13 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 def create_app(runs: Mapping[str, RunFolder], key: str) -> FastAPI:
     """The application that shows `runs`, by name, to who has `key`."""
-    app = FastAPI(title="outloop view", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="outloop view",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
     pages = {
         item.name: item.read_bytes()
         for item in files("outloop.view").joinpath("static").iterdir()
