@@ -7,6 +7,7 @@ one that a retry can fix is 503 with `Retry-After`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -101,6 +102,34 @@ def _openai_event(refusal: Refusal) -> bytes:
 
 
 OPENAI_ERRORS = ErrorForm(Refusal.envelope, _openai_event)
+
+
+_ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+
+
+def not_json(body: bytes, why: object) -> Refusal:
+    """The refusal of a body that is not JSON; half a surrogate pair in it is named."""
+    high: int | None = None
+    for match in _ESCAPE.finditer(body):
+        code = int(match[1], 16) if match[1] else 0
+        is_second = high is not None and high == match.start() - 6
+        if high is not None and not (is_second and 0xDC00 <= code < 0xE000):
+            return _half_pair(body, high)
+        if 0xDC00 <= code < 0xE000 and high is None:
+            return _half_pair(body, match.start())
+        high = match.start() if 0xD800 <= code < 0xDC00 else None
+    if high is not None:
+        return _half_pair(body, high)
+    return Refusal(400, "invalid_json", f"the body is not JSON: {why}")
+
+
+def _half_pair(body: bytes, at: int) -> Refusal:
+    return Refusal(
+        400,
+        "invalid_json",
+        f"the body holds {body[at : at + 6].decode()} at byte {at}, half a surrogate pair, which "
+        "is no character; send the whole pair, or U+FFFD in its place",
+    )
 
 
 def body_too_large(max_bytes: int) -> Refusal:

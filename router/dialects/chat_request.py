@@ -212,8 +212,7 @@ def _text_of(index: int, parts: Sequence[_Part]) -> str:
             raise Refusal(
                 400,
                 "unsupported_content",
-                f"messages[{index}].content holds a part of type={part.type!r}; "
-                "only text is served. Leave other parts out.",
+                fields.no_text(f"messages[{index}].content", "part", part.type),
                 param=f"messages[{index}].content",
             )
     return "".join(pieces)

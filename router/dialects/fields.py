@@ -13,13 +13,14 @@ import msgspec
 
 from outloop.router.dialects.base import Message, TokenLogprob
 from outloop.router.dialects.sampling_parameters import FLOATS, check_value
-from outloop.router.errors import Refusal
+from outloop.router.errors import Refusal, not_json
 
 T = TypeVar("T")
 MAX_CHOICES = 128
 MAX_ITEMS = 4096
 """Of messages, of tools, and of the parts of all messages: each costs far more than its bytes."""
 _MAX_STOP_CHARS = 4096
+_TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
 MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
 _SAMPLING = (*FLOATS, "top_k")
@@ -55,7 +56,7 @@ def read(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
             400, "invalid_value", f"{error}", param=where.group(1) if where else None
         ) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Refusal(400, "invalid_json", f"the body is not JSON: {error}") from error
+        raise not_json(body, error) from error
 
 
 def asked(body: object) -> dict[str, float]:
@@ -83,6 +84,13 @@ def check_number(param: str, number: int) -> None:
     """
     if number > MAX_ITEMS:
         refuse(param, f"{param} has {number} items; at most {MAX_ITEMS} are allowed")
+
+
+def no_text(where: str, what: str, kind: str) -> str:
+    """Why a part or block of content is refused."""
+    if kind in _TEXTS:
+        return f"{where} holds a {what} of type={kind!r} whose text is null; a string is needed"
+    return f"{where} holds a {what} of type={kind!r}; only text is served. Leave other {what}s out."
 
 
 def seed(value: int | None) -> int | None:

@@ -259,8 +259,7 @@ def _text_of(where: str, block: Block) -> str:
     if block.type != "text" or block.text is None:
         fields.refuse(
             where,
-            f"{where} holds a block of type={block.type!r} where only text is served. "
-            "Leave other blocks out.",
+            fields.no_text(where, "block", block.type),
             "unsupported_content",
         )
     return block.text

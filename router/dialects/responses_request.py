@@ -284,8 +284,7 @@ def _text(where: str, content: str | list[_Part] | None) -> str:
         if text is None:
             fields.refuse(
                 where,
-                f"{where} holds a part of type={part.type!r}; only text is served. "
-                "Leave other parts out.",
+                fields.no_text(where, "part", part.type),
                 "unsupported_content",
             )
         pieces.append(text)

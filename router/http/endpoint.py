@@ -14,7 +14,14 @@ import msgspec
 import structlog
 
 from outloop.buffer.errors import OutloopError
-from outloop.router.errors import OPENAI_ERRORS, ErrorForm, Refusal, as_refusal, body_too_large
+from outloop.router.errors import (
+    OPENAI_ERRORS,
+    ErrorForm,
+    Refusal,
+    as_refusal,
+    body_too_large,
+    not_json,
+)
 from outloop.router.http.compression import decoded
 from outloop.router.http.protocol import connection_of
 from outloop.router.http.rate_limit import RateLimit
@@ -138,10 +145,13 @@ class Exchange:
         Raises:
             Refusal: 400, not JSON or not of that type.
         """
+        body = await self.body()
         try:
-            return decoder.decode(await self.body())
-        except msgspec.DecodeError as error:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
             raise Refusal(400, "invalid_value", f"the body is not valid: {error}") from error
+        except msgspec.DecodeError as error:
+            raise not_json(body, error) from error
 
     async def answer(self, status: int, body: bytes, headers: Headers = ()) -> bool:
         """Send a complete answer; False if the client had left before it was sent."""
