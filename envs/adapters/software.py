@@ -30,8 +30,15 @@ from outloop.envs.adapters.conversation import field
 from outloop.envs.rollout.episode import Episode
 from outloop.envs.sandbox.api import Interpreter, Limits, Session
 from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
+from outloop.envs.sandbox.carrying import TooMuch, contents, left_in
 from outloop.envs.sandbox.repositories import Repository
-from outloop.envs.verifiers.repository_tests import RepositoryTests
+from outloop.envs.verifiers.repository_tests import (
+    MAX_BYTES,
+    MAX_FILE_BYTES,
+    RepositoryTests,
+    refusal_of,
+    says_so,
+)
 
 
 def task(
@@ -76,11 +83,8 @@ def task(
         command = test.get("command")
         if not command or isinstance(command, str):
             raise SettingsError(f"command={command!r} of a test; a list of words is allowed")
-        if not isinstance(test.get("stdout"), str):
-            raise SettingsError(
-                f"stdout={test.get('stdout')!r} of the test {list(command)}; the expected "
-                "output is allowed, because an exit code alone can be forged by the code under test"
-            )
+        if says_so(test.get("stdout")):
+            raise SettingsError(refusal_of(test))
     return {
         "repository": str(Path(repository).resolve()),
         "revision": revision,
@@ -131,20 +135,22 @@ class Attempt:
         """What the tests say of the editable files as they are now; the shell ends before.
 
         Raises:
-            TooManyFiles: their names exceed a call's output limit.
+            TooManyFiles: they have more than 64 MiB. Single files over 8 MiB are left out.
         """
         await self.end_shell()
         return await self._verifier.score(self._task, await self._files())
 
     async def _files(self) -> dict[str, bytes]:
         names: list[str] = field(self._task, "editable", list)
-        find = ("find", *(f"./{name}" for name in names), "-type", "f", "-print0")
-        found = await self.session.run({}, find, self.limits, keep_files=True)
-        if found.is_output_cut:
-            raise TooManyFiles(f"the files below {', '.join(names)} are too many")
-        paths = [path.decode(errors="replace") for path in found.stdout.split(b"\0")[:-1]]
-        held = await self.session.run({}, ("true",), self.limits, keep_files=True, collect=paths)
-        return {path.removeprefix("./"): content for path, content in held.files.items()}
+        try:
+            left = await left_in(self.session, names)
+            taken = [entry for entry in left if entry.size <= MAX_FILE_BYTES]
+            files: dict[str, bytes] = {}
+            async for piece in contents(self.session, taken, max_bytes=MAX_BYTES):
+                files |= piece
+        except TooMuch as error:
+            raise TooManyFiles(str(error)) from error
+        return files
 
 
 class Software:
@@ -186,7 +192,8 @@ class Software:
         """A session over the task's revision, for an agent of your own.
 
         Raises:
-            EnvironmentFailure: it cannot be opened.
+            EnvironmentFailure: it cannot be opened, or the tests do not tell a solution from none
+                (`RepositoryTests.try_tests`).
         """
         timeout_s = field(task, "timeout_s", float, 300.0)
         limits = Limits(
@@ -199,6 +206,7 @@ class Software:
         sandbox, verifier = self._open()
         try:
             base = await verifier.base(task)
+            await verifier.try_tests(task)
         except SettingsError as error:
             raise EnvironmentFailure(f"task_id={task.task_id!r}: {error}") from error
         async with sandbox.session(limits, base=base) as session:

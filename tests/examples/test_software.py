@@ -193,6 +193,7 @@ async def test_mini_swe_agent_fixes_a_repository(
         ({"hidden_files": {"src/rules.py": ""}}, "has it"),
         ({"tests": [{"command": "make test"}]}, "a list of words is allowed"),
         ({"tests": [{"command": ["make"]}]}, "an exit code alone can be forged"),
+        ({"tests": [{"command": ["make"], "stdout": "2 of 2 right"}]}, "a verdict printed"),
     ],
 )
 def test_tasks_that_could_not_be_scored_are_refused(
@@ -204,7 +205,7 @@ def test_tasks_that_could_not_be_scored_are_refused(
         "revision": "clamp-1",
         "issue": "x",
         "editable": ["src"],
-        "tests": [{"command": ["true"], "stdout": ""}],
+        "tests": [{"command": ["true"], "stdout": "1"}],
     }
     with pytest.raises(SettingsError, match=sentence):
         software.task(**right | change)
