@@ -143,11 +143,10 @@ test-slow: $(STAMP) bwrap test-browser
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and slow" -o timeout=600
 
 # A node's worth of processes, devices shared and not, each part killed once; and two real SGLang servers of two ranks
-# each, which take some minutes to start on two cores. And a run on a Redis Cluster of nine nodes, of which one is
-# killed (the primary of a shard in test-slow too).
+# each, which take some minutes to start on two cores.
 .PHONY: test-node
 test-node: venv-sglang
-	$(ONE_THREAD) $(BIN)/python -m pytest tests/e2e/test_node.py tests/e2e/test_sharded_run.py -m "not sglang" -o timeout=600
+	$(ONE_THREAD) $(BIN)/python -m pytest tests/e2e/test_node.py -m "not sglang" -o timeout=600
 	$(SGLANG_TESTS) tests/e2e/test_node.py
 
 # The page of `outloop view` in a real browser; under a minute.
@@ -356,10 +355,6 @@ bench-buffer: $(STAMP)
 bench-slots: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/slots.py
 
-# What each primary of a Redis Cluster holds and takes; RUNS=6, TOKENS=2048 each.
-.PHONY: bench-cluster
-bench-cluster: $(STAMP)
-	PYTHONPATH=tests $(ONE_THREAD) $(BIN)/python tests/bench/cluster.py
 
 bench-view: $(STAMP) chromium
 	$(BIN)/python tests/bench/view.py

@@ -22,7 +22,6 @@ from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.scripts import SyncScripts
 from outloop.buffer.store.episodes import EPISODE_FIELDS, open_episode_from, trajectory_from
 from outloop.buffer.store.sft import put_sync, sft_records
-from outloop.buffer.store.turns import TurnStore
 from outloop.buffer.whole_file import whole_file
 
 _CHUNK = 64
@@ -36,13 +35,10 @@ _log = structlog.get_logger()
 class Archive:
     """Reads and writes the trajectories of one run."""
 
-    def __init__(
-        self, client: redis.Redis, prefix: str, scripts: SyncScripts, turns: TurnStore
-    ) -> None:
+    def __init__(self, client: redis.Redis, prefix: str, scripts: SyncScripts) -> None:
         self._client = client
         self._prefix = prefix
         self._scripts = scripts
-        self._turns = turns
 
     def trajectories(self) -> Iterator[Trajectory | OutloopError]:
         """Every scored episode that Redis holds: of live groups by slot, evaluations, dead letters,
@@ -152,14 +148,11 @@ class Archive:
                 pipeline.exists(name)
                 *answers, is_there = pipeline.execute()
             names = [episode_id.decode() for episode_id in ids]
-            listed = list(zip(names, answers[1::2], strict=True))
-            stored = self._turns.read(listed)
-        was_freed = any(one[1] and not turns for one, turns in zip(listed, stored, strict=True))
-        if not is_there or was_freed:
+        if not is_there:
             # The group was acknowledged or dropped meanwhile; its turns may be gone.
             return
         seen.update(names)
-        for episode_id, fields, turns in zip(names, answers[::2], stored, strict=True):
+        for episode_id, fields, turns in zip(names, answers[::2], answers[1::2], strict=True):
             try:
                 yield trajectory_from(episode_id, fields, turns)
             except UNREADABLE as error:
@@ -177,8 +170,7 @@ class Archive:
                 with self._client.pipeline(transaction=True) as pipeline:
                     pipeline.hmget(name, list(EPISODE_FIELDS))
                     pipeline.lrange(f"{pattern[:-1]}{episode_id}:turns", 0, -1)
-                    fields, listed = pipeline.execute()
-                (turns,) = self._turns.read([(episode_id, listed)])
+                    fields, turns = pipeline.execute()
                 try:
                     episode = open_episode_from([*fields, None], turns)
                     if episode is None or not episode.is_closed:

@@ -17,8 +17,7 @@ from outloop.buffer.errors import UNREADABLE, NotFound
 from outloop.buffer.records import DropReason, Trajectory
 from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.scripts import SyncScripts
-from outloop.buffer.store.episodes import EPISODE_FIELDS, read_stored, trajectory_from
-from outloop.buffer.store.turns import Stored, TurnStore
+from outloop.buffer.store.episodes import EPISODE_FIELDS, Stored, read_stored, trajectory_from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +59,10 @@ class DeadLetterEpisode:
 class DeadLetters:
     """The dead letters of one run."""
 
-    def __init__(
-        self, client: redis.Redis, prefix: str, scripts: SyncScripts, turns: TurnStore
-    ) -> None:
+    def __init__(self, client: redis.Redis, prefix: str, scripts: SyncScripts) -> None:
         self._client = client
         self._prefix = prefix
         self._scripts = scripts
-        self._turns = turns
 
     def list_all(self) -> tuple[DeadLetter, ...]:
         """Every dead letter, oldest first; the last 256 are kept."""
@@ -95,7 +91,7 @@ class DeadLetters:
                 raise NotFound(f"no dead letter group_id={group_id}; list them first")
             ids: Any = self._client.lrange(f"{name}:episodes", 0, -1)
             names = [episode_id.decode() for episode_id in ids]
-            found = read_stored(self._client, self._prefix, self._turns, names, EPISODE_FIELDS)
+            found = read_stored(self._client, self._prefix, names, EPISODE_FIELDS)
         episodes = [_episode_from(name, *of) for name, of in zip(names, found, strict=True)]
         return _dead_letter_from(group_id, fields), tuple(episodes)
 
@@ -163,6 +159,6 @@ def _episode_from(episode_id: str, fields: Any, turns: Stored) -> DeadLetterEpis
         episode_id=episode_id,
         trajectory=trajectory,
         error=sentence,
-        num_bytes=sum(len(record or b"") for record in turns),
+        num_bytes=sum(len(record) for record in turns),
         records={name: data for name, data in records.items() if data is not None},
     )

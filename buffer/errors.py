@@ -5,7 +5,6 @@ A message says what failed, `name=value`, what is allowed and what to do.
     OutloopError
     |-- SettingsError        a setting, file or import path is wrong (also a ValueError)
     |-- RecordError          a record breaks its invariants (also a ValueError)
-    |   `-- TurnsLost        a shard lacks turns that it had acknowledged
     |-- SchemaMismatch       bytes were written by another release
     |-- BufferUnavailable    Redis is unreachable, full or read-only
     |   |-- WritesRefused    it answers and cannot write: disk, memory, replicas
@@ -41,10 +40,6 @@ class SettingsError(OutloopError, ValueError):
 
 class RecordError(OutloopError, ValueError):
     """A record breaks its own invariants; the message names the field."""
-
-
-class TurnsLost(RecordError):
-    """A shard of the run lacks turns that it had acknowledged; they must be played again."""
 
 
 class SchemaMismatch(OutloopError):

@@ -27,7 +27,6 @@ from outloop.buffer.errors import (
     NotFound,
     OutloopError,
     RecordError,
-    TurnsLost,
 )
 from outloop.buffer.issued_version import IssuedVersion
 from outloop.buffer.limits import AdmissionLimits
@@ -54,8 +53,6 @@ from outloop.buffer.store.episodes import Fields, load_sync
 from outloop.buffer.store.leases import LeaseRow, leased_groups
 from outloop.buffer.store.ledger import Ledger, ledger_from
 from outloop.buffer.store.sft import sft_records
-from outloop.buffer.store.shards import ShardedTurns
-from outloop.buffer.store.turns import ListedTurns, TurnStore
 from outloop.buffer.tasks.source_weights import TaskWeights
 from outloop.buffer.trajectories.queue import TrajectoryQueue
 
@@ -80,10 +77,7 @@ class BufferReader:
         clock: Clock | None,
         continuity: Continuity | None = None,
         patience: Patience | None = None,
-        *,
-        shards: Sequence[redis.Redis] = (),
     ) -> None:
-        """`shards`: clients of the primaries of run.shard_urls."""
         self._issued: IssuedVersion | None = None
         if continuity is not None:
             self._issued = IssuedVersion(
@@ -103,13 +97,10 @@ class BufferReader:
             continuity=continuity,
             patience=patience,
         )
-        self._turns: TurnStore = ListedTurns()
-        if shards:
-            self._turns = ShardedTurns(client, run.run_id, self._prefix, self._scripts, shards)
         self._redis_folder = None if run.settings.buffer.redis_url else run.dir.absolute() / "redis"
         self.registry = Registry(client, self._prefix, self._scripts)
         """The run's processes."""
-        self.dead_letters = DeadLetters(client, self._prefix, self._scripts, self._turns)
+        self.dead_letters = DeadLetters(client, self._prefix, self._scripts)
         """Groups that were dropped as failed or malformed."""
         self._take_token = ""
         """Token of a take that got no complete answer; the next take asks for the same groups."""
@@ -120,9 +111,9 @@ class BufferReader:
         self.limits = AdmissionLimits(self._scripts)
         self.runner_keys = RunnerKeys(client, self._prefix)
         """How far ahead of the trainer episodes start, and how old a trained token may be."""
-        self.archive = Archive(client, self._prefix, self._scripts, self._turns)
+        self.archive = Archive(client, self._prefix, self._scripts)
         """Trajectories, to and from files."""
-        self.trajectories = TrajectoryQueue(client, self._prefix, self._scripts, self._turns)
+        self.trajectories = TrajectoryQueue(client, self._prefix, self._scripts)
         """Ended episodes that wait to be archived."""
 
     @classmethod
@@ -139,8 +130,7 @@ class BufferReader:
             BufferUnavailable: Redis is unreachable or does not hold the run.
             SettingsError, SchemaMismatch: it was started with other settings, by another release.
         """
-        shards = [connect_client(url) for url in run.shard_urls]
-        reader = cls(run, connect_client(run.redis_url), clock, shards=shards)
+        reader = cls(run, connect_client(run.redis_url), clock)
         reader._join(run)
         return reader
 
@@ -168,8 +158,7 @@ class BufferReader:
         continuity = Continuity(key(run.run_id, "meta"), key(run.run_id, "state"))
         patience = Patience(max_outage_s, is_stopping)
         client = connect_sync(run.redis_url, retry=patience, on_connect=continuity.check)
-        shards = [connect_sync(url, retry=patience) for url in run.shard_urls]
-        reader = cls(run, client, None, continuity, patience, shards=shards)
+        reader = cls(run, client, None, continuity, patience)
         reader._join(run)
         return reader
 
@@ -184,7 +173,6 @@ class BufferReader:
 
     def close(self) -> None:
         """Close the connections."""
-        self._turns.close()
         self._client.close()
 
     def acquire_fence(self) -> int:
@@ -210,8 +198,7 @@ class BufferReader:
         group. Attempts with tokens that are older than buffer.max_staleness publishes before
         `policy_version` leave their groups and are played again. A group with records that are
         damaged, or of another release, is dropped as malformed: it becomes a dead letter with its
-        bytes unchanged, and the call waits for another group. One of which a shard lacks turns is
-        dropped as lost, and its slot is played again. `on_wait` gets a sentence about twice
+        bytes unchanged, and the call waits for another group. `on_wait` gets a sentence about twice
         a second. If `should_stop` is true, the call returns the groups that it has, mostly none.
         The next call returns what a failed one had leased, also if only the answer of Redis was
         lost.
@@ -225,7 +212,6 @@ class BufferReader:
                 `recover` do not count.
         """
         deadline = time.monotonic() + timeout_s
-        self._free_turns()
         leases = [lease for lease in self._taken if lease.fence == fence]
         self._taken = leases
         while len(leases) < num_groups and not should_stop():
@@ -313,7 +299,6 @@ class BufferReader:
             *mark.group_ids,
             what=f"acknowledging the checkpoint of policy_version={mark.policy_version}",
         )
-        self._free_turns()
 
     def recover(self, mark: CheckpointMark | None, *, fence: int) -> int:
         """Bring the buffer to the state of the checkpoint from which the trainer resumes.
@@ -330,9 +315,6 @@ class BufferReader:
         self._forget_take()
         version, slot, ids = ("", 0, ()) if mark is None else _mark_words(mark)
         (highest,) = self._scripts.call("recover", fence, version, slot, *ids, what="recovering")
-        self._free_turns()
-        with translated("deleting turns that nobody knows"):
-            self._turns.free_unknown()
         return max(int(highest), -1 if self._issued is None else self._issued.read())
 
     def announce_version(self, policy_version: int, parent: int | None) -> None:
@@ -575,7 +557,7 @@ class BufferReader:
                 self._client.execute_command(*probe(self._key("nothing")))
             except redis.RedisError as error:
                 return write_obstacle(error, self._redis_folder or folder_of(self._client))
-            return self._turns.write_obstacle()
+        return None
 
     def run_status(self) -> dict[str, Any]:
         """How the run stands, as `outloop.buffer.run_status`; "redis": why it cannot write."""
@@ -598,7 +580,7 @@ class BufferReader:
 
     def load_episode(self, episode_id: str) -> OpenEpisode | None:
         """The episode as it is now, without turns of those that it resumes; None if unknown."""
-        return load_sync(self._client, self._prefix, self._turns, episode_id)
+        return load_sync(self._client, self._prefix, episode_id)
 
     def _key(self, name: str) -> str:
         return self._prefix + name
@@ -606,10 +588,6 @@ class BufferReader:
     def _state(self, *names: str) -> list[Any]:
         values: Any = self._client.hmget(self._key("state"), list(names))
         return list(values)
-
-    def _free_turns(self) -> None:
-        with translated("deleting freed turns"):
-            self._turns.free()
 
     def _forget_take(self) -> None:
         """Whatever was leased is ready again."""
@@ -631,7 +609,7 @@ class BufferReader:
         leases: list[Lease] = []
         damaged: dict[str, OutloopError] = {}
         with translated("reading leased groups"):
-            groups = leased_groups(self._client, self._prefix, self._turns, rows, fields)
+            groups = leased_groups(self._client, self._prefix, rows, fields)
             for row, (group_id, group) in zip(rows, groups, strict=True):
                 if isinstance(group, OutloopError):
                     damaged[group_id] = group
@@ -639,12 +617,9 @@ class BufferReader:
                     lease = Lease(group=group, fence=fence, deadline=deadline, max_age=row[5])
                     leases.append(lease)
         for group_id, problem in damaged.items():
-            is_lost = isinstance(problem, TurnsLost)
-            reason: DropReason = "lost" if is_lost else "malformed"
-            _log.error("group_dropped", group_id=group_id, reason=reason, error=str(problem))
+            _log.error("group_dropped", group_id=group_id, reason="malformed", error=str(problem))
             # Its replacement belongs to this batch, so no episode starts too early.
-            error = "" if is_lost else str(problem)
-            self._drop(group_id, reason, fence, error, holds_credit=False)
+            self._drop(group_id, "malformed", fence, str(problem), holds_credit=False)
         return leases
 
 

@@ -26,7 +26,7 @@ Purpose = Literal["train", "eval", "sft"]
 Outcome = Literal["completed", "truncated", "failed", "aborted"]
 FailureKind = Literal["agent", "environment", "infrastructure"]
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
-DropReason = Literal["stale", "no_signal", "failed", "overlong", "malformed", "filtered", "lost"]
+DropReason = Literal["stale", "no_signal", "failed", "overlong", "malformed", "filtered"]
 # Not npt.NDArray: with numpy 2.5 on Python 3.12 it is an alias, and msgspec passes its decoder
 # a type that is not equal to the declared one.
 Int32 = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]

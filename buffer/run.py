@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.redis.client import of_run
-from outloop.buffer.redis.keys import hash_tag, shard_tags
+from outloop.buffer.redis.keys import hash_tag
 from outloop.buffer.settings import Settings, build_settings, digest_of
 from outloop.buffer.settings.buffer import BufferSettings, holds_password
 from outloop.buffer.settings.section import Section
@@ -64,12 +64,6 @@ class Run:
     """redis://host:port/db or unix:///path/to/socket, with the password and the files of TLS; of a
     cluster with the hash tag of the run's keys."""
     keys: RunKeys = field(repr=False)
-
-    @property
-    def shard_urls(self) -> tuple[str, ...]:
-        """As `redis_url`, of each of buffer.shards."""
-        tags = shard_tags(self.run_id, self.settings.buffer.shards)
-        return tuple(of_run(self.redis_url, tag) for tag in tags)
 
     @property
     def server_key(self) -> str | None:

@@ -102,7 +102,6 @@ _SIZES: dict[str, tuple[str, str, str]] = {
     "buffer/attempts_in_flight": ("hlen", "attempts", "attempts neither scored nor lost"),
     "buffer/dead_letters": ("llen", "dead", "dead letters that nobody has resolved"),
     "buffer/waiting_for_archive": ("llen", "archive", "ended episodes that are not archived yet"),
-    "buffer/episodes_to_delete": ("zcard", "freed", "freed episodes whose turns shards hold yet"),
     "buffer/slots_to_replay": ("zcard", "replay", "slots to be played again"),
 }
 _SHARES: dict[str, tuple[str, str, str]] = {

@@ -24,7 +24,7 @@ from outloop.buffer import json_lines
 from outloop.buffer.foreign_text import printable
 from outloop.buffer.room import wait_for_room
 
-_DROP_REASONS = ("stale", "no_signal", "filtered", "failed", "overlong", "malformed", "lost")
+_DROP_REASONS = ("stale", "no_signal", "filtered", "failed", "overlong", "malformed")
 """records.DropReason, without loading numpy."""
 LEDGER_COLUMNS: dict[str, str] = {
     "trained": "attempts whose update was published",

@@ -23,11 +23,9 @@ from outloop.buffer import run_status
 from outloop.buffer.codec import records_codec
 from outloop.buffer.errors import (
     BufferLost,
-    BufferUnavailable,
     NotFound,
     OutloopError,
     RecordError,
-    TurnsLost,
 )
 from outloop.buffer.records import (
     SOURCE,
@@ -57,8 +55,6 @@ from outloop.buffer.runner_keys import KnownKeys, decode_keys
 from outloop.buffer.store.episodes import load_async, named
 from outloop.buffer.store.refusal_notes import EpisodeUsage, RefusalNotes
 from outloop.buffer.store.sft import put_async
-from outloop.buffer.store.shards import AsyncShardedTurns
-from outloop.buffer.store.turns import AsyncListedTurns, AsyncTurnStore
 from outloop.buffer.tasks.mixture import Mixture, TaskSource
 from outloop.buffer.tasks.source_weights import encode_sources, encode_weights, load_mixture
 from outloop.buffer.tasks.validation import check_id, check_tasks, deadline_of
@@ -78,10 +74,7 @@ class BufferWriter:
         run: Run,
         client: redis.asyncio.Redis,
         clock: Clock | None,
-        *,
-        shards: Sequence[redis.asyncio.Redis] = (),
     ) -> None:
-        """`shards`: clients of the primaries of run.shard_urls."""
         self._run = run
         self._client = client
         self._prefix = prefix(run.run_id)
@@ -89,11 +82,6 @@ class BufferWriter:
         copies = run.settings.buffer.min_replicas
         self._scripts = AsyncScripts(*scripts, min_replicas=copies)
         self._turn_scripts = PipelinedScripts(*scripts, min_replicas=copies)
-        self._turns: AsyncTurnStore = AsyncListedTurns()
-        if shards:
-            self._turns = AsyncShardedTurns(
-                client, run.run_id, self._prefix, self._scripts, shards, min_replicas=copies
-            )
         self.refusal_notes = RefusalNotes(client, self._scripts, self._prefix)
         self.channel = Channel(client, self._prefix)
         self._tasks: OrderedDict[bytes, Task] = OrderedDict()
@@ -113,8 +101,7 @@ class BufferWriter:
             BufferUnavailable: Redis is unreachable or does not hold the run.
             SettingsError, SchemaMismatch: it was started with other settings, by another release.
         """
-        shards = [connect_client(url) for url in run.shard_urls]
-        writer = cls(run, connect_client(run.redis_url), clock, shards=shards)
+        writer = cls(run, connect_client(run.redis_url), clock)
         try:
             with translated(f"run_id={run.run_id}: joining"):
                 meta: Any = await writer._client.hgetall(writer._key("meta"))
@@ -127,7 +114,6 @@ class BufferWriter:
     async def close(self) -> None:
         """Close the connections."""
         await self._turn_scripts.close()
-        await self._turns.close()
         await self._client.aclose()
 
     async def register_tasks(
@@ -264,7 +250,6 @@ class BufferWriter:
                 identity,
                 records_codec.encode_opening(opening),
                 int((max(opening.deadline_at - opening.opened_at, 0.0) + CLOSE_GRACE_S) * 1000),
-                self._turns.place(opening),
             ]
         if not openings:
             return ()
@@ -275,17 +260,8 @@ class BufferWriter:
         )
 
     async def load_episode(self, episode_id: str) -> OpenEpisode | None:
-        """The episode as it is now, for an hour after its end too; None if unknown.
-
-        Raises:
-            TurnsLost: a shard lacks some of its turns; if it was in flight, its attempt was given
-                up and is played again.
-        """
-        try:
-            return await load_async(self._client, self._prefix, self._turns, episode_id)
-        except TurnsLost:
-            await self._scripts.call("give_up", episode_id, what=f"loading episode_id={episode_id}")
-            raise
+        """Load the episode as it is now, for an hour after its end too; None if unknown."""
+        return await load_async(self._client, self._prefix, episode_id)
 
     async def count_turns(self, episode_id: str) -> int:
         """How many turns of an episode are recorded; 0 also if it is unknown."""
@@ -308,7 +284,7 @@ class BufferWriter:
             check_id(turn.episode_id, "episode_id"),
             check_id(turn.turn_id, "turn_id"),
             turn.parent_turn_id or "",
-            await self._keep(turn, what),
+            records_codec.encode_turn(turn),
             *("" if version is None else version for version in turn.trained_version_bounds),
             int(turn.branch_cause != "extension"),
             *(len(turn.output_ids), len(turn.prompt_ids)),
@@ -320,10 +296,6 @@ class BufferWriter:
             await self._scripts.call("give_up", turn.episode_id, what=what)
             raise
         return EpisodeUsage(*used)
-
-    async def _keep(self, turn: Turn, what: str) -> bytes:
-        with translated(what):
-            return await self._turns.keep(turn.episode_id, records_codec.encode_turn(turn))
 
     async def put_reward(self, episode_id: str, reward: Reward, *, key: str) -> None:
         """Score an episode, before or after it is closed.
@@ -382,15 +354,7 @@ class BufferWriter:
             int(failure_kind in ("agent", "environment")),
             what=f"closing episode_id={episode_id}",
         )
-        await self._free_turns()
         return CloseResult(counted=bool(counted), sealed_group=sealed.decode() or None)
-
-    async def _free_turns(self) -> None:
-        try:
-            with translated("deleting freed turns"):
-                await self._turns.free()
-        except BufferUnavailable as error:
-            _log.warning("freed_turns_wait", error=str(error))
 
     async def put_trajectories(
         self, trajectories: Sequence[Trajectory], *, key: str, final: bool
@@ -456,7 +420,7 @@ class BufferWriter:
                 return write_obstacle(
                     error, UNKNOWN_FOLDER if settings.redis_url else self._run.dir / "redis"
                 )
-            return await self._turns.write_obstacle()
+        return None
 
     async def runner_keys(self) -> KnownKeys:
         """Runner keys that were added or revoked while the run is up."""

@@ -23,7 +23,6 @@ from outloop.buffer.errors import (
     RecordError,
     SchemaMismatch,
     ServerUnavailable,
-    TurnsLost,
 )
 
 _NEVER_FINAL = frozenset({408, 409, 429})
@@ -181,7 +180,7 @@ def as_refusal(error: OutloopError) -> Refusal:
     """The answer for an error of another layer; infrastructure errors stay retryable."""
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, Gone | TurnsLost):
+    if isinstance(error, Gone):
         return Refusal(410, "gone", str(error))
     if isinstance(error, RecordError | SchemaMismatch):
         return Refusal(400, "invalid_value", str(error))

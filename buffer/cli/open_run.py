@@ -20,7 +20,7 @@ from outloop.buffer.errors import BufferUnavailable, Conflict
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.client import connect_sync, translated
 from outloop.buffer.redis.embedded import EmbeddedRedis
-from outloop.buffer.redis.keys import key, prefix, shard_tags
+from outloop.buffer.redis.keys import key, prefix
 from outloop.buffer.run import Run, load_run
 
 _UNLINK_CHUNK = 512
@@ -52,18 +52,14 @@ def purge(run_dir: Path) -> int:
     run = load_run(run_dir)
     if _answers(run) and (run.settings.buffer.redis_url is None or _is_led(run)):
         raise Conflict(f"run_id={run.run_id} is up; stop it before its data is purged")
-    with redis_of(run) as run:
-        with (
-            closing(connect_sync(run.redis_url)) as client,
-            translated(f"purging run_id={run.run_id}"),
-        ):
-            # First: without it every script refuses the run, so half of a run is never used.
-            number: Any = client.unlink(key(run.run_id, "meta"))
-            number += _unlink_all(client, prefix(run.run_id))
-        tags = shard_tags(run.run_id, run.settings.buffer.shards)
-        for url, tag in zip(run.shard_urls, tags, strict=True):
-            with closing(connect_sync(url)) as client, translated(f"purging shard {tag}"):
-                number += _unlink_all(client, f"{{{tag}}}:")
+    with (
+        redis_of(run) as run,
+        closing(connect_sync(run.redis_url)) as client,
+        translated(f"purging run_id={run.run_id}"),
+    ):
+        # First: without it every script refuses the run, so half of a run is never used.
+        number: Any = client.unlink(key(run.run_id, "meta"))
+        number += _unlink_all(client, prefix(run.run_id))
     return int(number)
 
 

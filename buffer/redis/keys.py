@@ -1,20 +1,12 @@
 """Every key of a run in Redis; docs/buffer-keys.md shows the same table.
 
-Every key of a run begins with the same hash tag, so all of them are in one cluster slot; but for
-`bytes:EPISODE`, which is on the shard of the episode's group, if the run has shards.
+Every key of a run begins with the same hash tag, so all of them are in one cluster slot.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal
-
-from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
-
-_SHARD = 0
-"""Has everything that scripts see; none of them leaves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +23,12 @@ class KeySpec:
 
 def hash_tag(run_id: str) -> str:
     """What of a key decides which primary of a cluster has it: the same for all of a run."""
-    return f"{run_id}:{_SHARD}"
+    return f"{run_id}:0"
 
 
 def prefix(run_id: str) -> str:
-    """The beginning of every key of the run, but for those on shards."""
+    """The beginning of every key of the run."""
     return f"{{{hash_tag(run_id)}}}:"
-
-
-def shard_tags(run_id: str, num_shards: int) -> tuple[str, ...]:
-    """The hash tags of the shards 1 to `num_shards`, in order.
-
-    They divide the slots of a cluster evenly: where as many primaries have equal ranges of slots,
-    each has one shard.
-    """
-    tags = []
-    for place in range(num_shards):
-        candidates = (f"{run_id}:{place + 1}.{number}" for number in count())
-        tags.append(
-            next(
-                tag
-                for tag in candidates
-                if key_slot(tag.encode()) * num_shards // REDIS_CLUSTER_HASH_SLOTS == place
-            )
-        )
-    return tuple(tags)
-
-
-def shard_of(owner: str, num_shards: int) -> int:
-    """The number of the shard that has the turns of a group, always the same."""
-    digest = hashlib.blake2b(owner.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) % num_shards + 1
 
 
 def key(run_id: str, name: str) -> str:
@@ -130,8 +97,6 @@ KEYS: tuple[KeySpec, ...] = (
         "append_turn",
         "turns, or their names",
     ),
-    KeySpec("bytes:EPISODE", "hash", "until its end", "append_turn()", "on a shard: turns by name"),
-    KeySpec("freed", "zset", _RUN, "scripts", "what is to be deleted on shards, from Unix ms on"),
     KeySpec("replaced_tasks", "zset", _RUN, "scripts", "tasks by number of lost attempts"),
     KeySpec("failed", "list", _RUN, "close", "the last 64 episodes that failed, kept with turns"),
     KeySpec("archive", "list", _RUN, "scripts", "ended episodes that wait for the archiver"),

@@ -110,7 +110,6 @@ def script_rules(settings: Settings) -> dict[str, int | str]:
         "group_ms": int((buffer.group_deadline_s or 0.0) * 1000),
         "lease_ms": int(buffer.lease_s * 1000),
         "incomplete": buffer.incomplete,
-        "shards": buffer.shards,
         "gives_claims": int(settings.trainer.mode == "rl"),
     }
 

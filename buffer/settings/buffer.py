@@ -19,10 +19,6 @@ class BufferSettings(Section):
     """None: start an embedded server in the run folder. sentinel://host:port,host:port/group/db:
     the primary of the group that these Sentinels watch. redis+cluster://host:port,host:port: the
     primary of a Redis Cluster that owns the run's keys."""
-    shards: int = Field(0, ge=0, le=256)
-    """With redis+cluster://: the turns of the run, which are nearly all of its bytes, are spread by
-    group over so many parts of the cluster, evenly over its primaries; as many as there are
-    primaries is right. A turn takes one more round trip. 0: everything is on one primary."""
     min_replicas: int = Field(0, ge=0)
     """So many replicas have a record before it is acknowledged. 1: a primary that dies takes
     nothing with it that was acknowledged. 0: it may take the last records, and their episodes are
@@ -150,11 +146,6 @@ class BufferSettings(Section):
             raise ValueError(
                 f"buffer.min_replicas={self.min_replicas} has no effect without buffer.redis_url: "
                 "the embedded server has no replicas; leave it out, or give redis_url"
-            )
-        if self.shards and not (self.redis_url or "").startswith("redis+cluster://"):
-            raise ValueError(
-                f"buffer.shards={self.shards} has no effect without a Redis Cluster: begin "
-                "buffer.redis_url with redis+cluster://, or leave shards out"
             )
         if self.max_refills and not self.drop_zero_signal and self.filter_path is None:
             raise ValueError(

@@ -14,20 +14,21 @@ import redis
 import redis.asyncio
 
 from outloop.buffer.codec import records_codec
-from outloop.buffer.errors import UNREADABLE, RecordError, SchemaMismatch, TurnsLost
+from outloop.buffer.errors import UNREADABLE, RecordError, SchemaMismatch
 from outloop.buffer.records import OpenEpisode, Trajectory, Turn, check_turns
 from outloop.buffer.redis.client import translated
-from outloop.buffer.store.turns import AsyncTurnStore, Stored, TurnStore
 
 EPISODE_FIELDS = ("opening", "closure", "reward", "closed", "refusals")
 """The fields to read from an episode's hash, in this order."""
 _OPEN_EPISODE_FIELDS = (*EPISODE_FIELDS, "resumes")
 """The same for an episode that may be open."""
 Fields = Sequence[bytes | None]
+Stored = Sequence[bytes]
+"""The turns of an episode as they are stored."""
 
 
 async def load_async(
-    client: redis.asyncio.Redis, prefix: str, turns: AsyncTurnStore, episode_id: str
+    client: redis.asyncio.Redis, prefix: str, episode_id: str
 ) -> OpenEpisode | None:
     """The episode as it is now; None if unknown.
 
@@ -38,8 +39,8 @@ async def load_async(
         async with client.pipeline(transaction=False) as pipeline:
             pipeline.hmget(name, list(_OPEN_EPISODE_FIELDS))
             pipeline.lrange(f"{name}:turns", 0, -1)
-            fields, listed = await pipeline.execute()
-        found: list[tuple[str, Any]] = [(episode_id, listed)]
+            fields, own = await pipeline.execute()
+        earlier: list[Stored] = []
         source: Any = fields[5]
         while source is not None:
             earlier_id = source.decode()
@@ -48,29 +49,24 @@ async def load_async(
                 pipeline.lrange(f"{name}:turns", 0, -1)
                 pipeline.hget(name, "resumes")
                 listed, source = await pipeline.execute()
-            found.append((earlier_id, listed))
-        own, *earlier = await turns.read(found)
+            earlier.append(listed)
     return open_episode_from(fields, own, earlier)
 
 
-def load_sync(
-    client: redis.Redis, prefix: str, turns: TurnStore, episode_id: str
-) -> OpenEpisode | None:
+def load_sync(client: redis.Redis, prefix: str, episode_id: str) -> OpenEpisode | None:
     """The episode as it is now, without turns of other episodes; None if unknown."""
     name = f"{prefix}episode:{episode_id}"
-    with translated(f"loading episode_id={episode_id}"):
-        with client.pipeline(transaction=True) as pipeline:
-            pipeline.hmget(name, list(_OPEN_EPISODE_FIELDS))
-            pipeline.lrange(f"{name}:turns", 0, -1)
-            fields, listed = pipeline.execute()
-        (own,) = turns.read([(episode_id, listed)])
+    what = f"loading episode_id={episode_id}"
+    with translated(what), client.pipeline(transaction=True) as pipeline:
+        pipeline.hmget(name, list(_OPEN_EPISODE_FIELDS))
+        pipeline.lrange(f"{name}:turns", 0, -1)
+        fields, own = pipeline.execute()
     return open_episode_from(fields, own)
 
 
 def read_stored(
     client: redis.Redis,
     prefix: str,
-    turns: TurnStore,
     episode_ids: Sequence[str],
     fields: Sequence[str],
 ) -> list[tuple[Fields, Stored]]:
@@ -81,8 +77,7 @@ def read_stored(
             pipeline.hmget(name, list(fields))
             pipeline.lrange(f"{name}:turns", 0, -1)
         answers = pipeline.execute()
-    stored = turns.read(list(zip(episode_ids, answers[1::2], strict=True)))
-    return list(zip(answers[::2], stored, strict=True))
+    return list(zip(answers[::2], answers[1::2], strict=True))
 
 
 def open_episode_from(
@@ -118,7 +113,6 @@ def trajectory_from(episode_id: str, fields: Fields, turns: Stored) -> Trajector
     """The closed episode with its turns, from its EPISODE_FIELDS and its turns as they are stored.
 
     Raises:
-        TurnsLost: a shard lacks some of them.
         RecordError: it is not closed, or a record is damaged or belongs to another episode.
         SchemaMismatch: a record was written by another release.
     """
@@ -151,24 +145,13 @@ def named(what: str) -> Iterator[None]:
 
 def _turns_from(episode_id: str, records: Stored) -> list[Turn]:
     turns: list[Turn] = []
-    if None in records:
-        raise TurnsLost(
-            f"episode_id={episode_id}: its shard of the Redis Cluster lacks {records.count(None)} "
-            f"of {len(records)} turns that it had acknowledged"
-        )
     try:
         for record in records:
-            turns.append(_turn_from(record))
+            turns.append(records_codec.decode_turn(record))
     except UNREADABLE:
         with named(f"episode_id={episode_id}, turns[{len(turns)}]"):
             raise
     return turns
-
-
-def _turn_from(record: bytes | None) -> Turn:
-    if record is None:
-        raise TurnsLost("a shard of the Redis Cluster lacks this turn")
-    return records_codec.decode_turn(record)
 
 
 def _recorded(own: Sequence[Turn], earlier: Sequence[Stored]) -> tuple[Turn, ...]:
@@ -182,7 +165,7 @@ def _recorded(own: Sequence[Turn], earlier: Sequence[Stored]) -> tuple[Turn, ...
     for records in earlier:
         for record in records:
             with suppress(*UNREADABLE):
-                turn = _turn_from(record)
+                turn = records_codec.decode_turn(record)
                 parent = turn.parent_turn_id
                 if turn.turn_id not in known and (parent is None or parent in known):
                     known.add(turn.turn_id)

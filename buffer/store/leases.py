@@ -9,8 +9,7 @@ import redis
 
 from outloop.buffer.errors import UNREADABLE, OutloopError, RecordError
 from outloop.buffer.records import Group
-from outloop.buffer.store.episodes import EPISODE_FIELDS, Fields, trajectory_from
-from outloop.buffer.store.turns import Stored, TurnStore
+from outloop.buffer.store.episodes import EPISODE_FIELDS, Fields, Stored, trajectory_from
 
 LeaseRow = tuple[str, int, int, str, Sequence[str], int]
 """group_id, slot, size, task_id, episode ids, age limit: as the script take packs it."""
@@ -20,7 +19,7 @@ _MIN_GROUP_BYTES = 2**16
 
 
 def leased_groups(
-    client: redis.Redis, prefix: str, turns: TurnStore, rows: Sequence[LeaseRow], fields: Fields
+    client: redis.Redis, prefix: str, rows: Sequence[LeaseRow], fields: Fields
 ) -> Iterator[tuple[str, Group | OutloopError]]:
     """(group_id, the group or what is wrong with it), in the order of `rows`.
 
@@ -34,7 +33,7 @@ def leased_groups(
     headers = iter(_batched(fields, len(EPISODE_FIELDS)))
     while first < len(rows):
         part = rows[first : first + num_groups]
-        stored = _read(client, prefix, turns, part)
+        stored = _read(client, prefix, part)
         stored.reverse()
         for row in part:
             # Collect the group's answers before decoding: an error must not leave some for the
@@ -45,20 +44,18 @@ def leased_groups(
             except UNREADABLE as error:
                 yield row[0], error
         first += num_groups
-        num_bytes = sum(len(turn or b"") for *_, records in episodes for turn in records)
+        num_bytes = sum(len(turn) for *_, records in episodes for turn in records)
         num_groups = max(1, _BYTES_AT_ONCE // max(num_bytes, _MIN_GROUP_BYTES))
 
 
-def _read(
-    client: redis.Redis, prefix: str, turns: TurnStore, rows: Sequence[LeaseRow]
-) -> list[Stored]:
+def _read(client: redis.Redis, prefix: str, rows: Sequence[LeaseRow]) -> list[Stored]:
     """The stored turns of every episode, in turn."""
     ids = [episode_id for row in rows for episode_id in row[4]]
     with client.pipeline(transaction=False) as pipeline:
         for episode_id in ids:
             pipeline.lrange(f"{prefix}episode:{episode_id}:turns", 0, -1)
-        listed: list[Any] = pipeline.execute()
-    return turns.read(list(zip(ids, listed, strict=True)))
+        found: list[Any] = pipeline.execute()
+    return found
 
 
 def _batched(fields: Fields, size: int) -> Iterator[Fields]:

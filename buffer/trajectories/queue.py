@@ -18,7 +18,6 @@ from outloop.buffer.errors import UNREADABLE
 from outloop.buffer.redis.client import translated
 from outloop.buffer.redis.scripts import SyncScripts
 from outloop.buffer.store.episodes import EPISODE_FIELDS, open_episode_from, read_stored
-from outloop.buffer.store.turns import TurnStore
 from outloop.buffer.trajectories.ended import EndedEpisode, Entry
 
 _FIELDS = (*EPISODE_FIELDS, "resumes")
@@ -28,13 +27,10 @@ _log = structlog.get_logger()
 class TrajectoryQueue:
     """The archiver's end of the queue of one run; one archiver uses it at a time."""
 
-    def __init__(
-        self, client: redis.Redis, prefix: str, scripts: SyncScripts, turns: TurnStore
-    ) -> None:
+    def __init__(self, client: redis.Redis, prefix: str, scripts: SyncScripts) -> None:
         self._client = client
         self._prefix = prefix
         self._scripts = scripts
-        self._turns = turns
 
     def open(self, max_waiting_tokens: int) -> None:
         """From now on episodes that end wait to be archived, up to so many token ids."""
@@ -70,7 +66,7 @@ class TrajectoryQueue:
         """Their episodes, in order; one whose records cannot be read is logged and left out."""
         with translated("reading ended episodes"):
             ids = [entry.episode_id for entry in entries]
-            found = read_stored(self._client, self._prefix, self._turns, ids, _FIELDS)
+            found = read_stored(self._client, self._prefix, ids, _FIELDS)
         for entry, (fields, turns) in zip(entries, found, strict=True):
             try:
                 episode = open_episode_from(fields, turns)
@@ -91,8 +87,6 @@ class TrajectoryQueue:
         _, waiting = self._scripts.call(
             "archived", next_entry, what=f"acknowledging {next_entry} archived episodes"
         )
-        with translated("deleting freed turns"):
-            self._turns.free()
         return int(waiting)
 
     def _range(self, num: int, skip: int = 0) -> tuple[int, list[bytes]]:

@@ -7,7 +7,7 @@ from contextlib import closing
 from outloop.buffer.errors import BufferUnavailable, SettingsError
 from outloop.buffer.reader import BufferReader, init_run
 from outloop.buffer.redis.client import connect_sync
-from outloop.buffer.redis.keys import hash_tag, shard_tags
+from outloop.buffer.redis.keys import hash_tag
 from outloop.buffer.redis.requirements import read_server
 from outloop.buffer.redis.rights import check_rights
 from outloop.buffer.run import Run, create_run
@@ -23,14 +23,11 @@ def enter(run: Run) -> None:
         SettingsError: it cannot, or a setting differs that a run cannot change.
         BufferUnavailable: it does not answer.
     """
-    shards = shard_tags(run.run_id, run.settings.buffer.shards)
-    tags = (hash_tag(run.run_id), *shards)
-    for url, tag in zip((run.redis_url, *run.shard_urls), tags, strict=True):
-        with closing(connect_sync(url)) as client:
-            server = read_server(client)
-            if server is not None:
-                server.check()
-            check_rights(client, tag)
+    with closing(connect_sync(run.redis_url)) as client:
+        server = read_server(client)
+        if server is not None:
+            server.check()
+        check_rights(client, hash_tag(run.run_id))
     init_run(run)
 
 

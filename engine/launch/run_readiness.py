@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from outloop.buffer.errors import BufferUnavailable, OutloopError, SettingsError
 from outloop.buffer.redis.client import connect_sync, of_run, translated
-from outloop.buffer.redis.keys import hash_tag, shard_tags
+from outloop.buffer.redis.keys import hash_tag
 from outloop.buffer.redis.requirements import read_server
 from outloop.buffer.redis.rights import check_rights
 from outloop.buffer.run import read_secret, with_access
@@ -55,7 +55,6 @@ def examine_run(settings: Settings, *, has_routers: bool = True) -> Iterator[Fin
     yield from _lock()
     yield _checked("settings", lambda: check_settings(settings), "model, tasks and code load")
     yield from _redis(settings)
-    yield from _shards(settings)
     if has_routers:
         yield from _ports(settings)
         yield from _upstream_keys(settings)
@@ -196,30 +195,6 @@ def _redis(settings: Settings) -> Iterator[Finding]:
             is_required=False,
         )
     yield good(what, f"{(after - before) * 1e3:.1f} ms for a command")
-
-
-def _shards(settings: Settings) -> Iterator[Finding]:
-    """The primaries that would have the turns of the run: reached, keeping everything."""
-    url = settings.buffer.redis_url
-    if url is None or not settings.buffer.shards:
-        return
-    try:
-        access = with_access(url, settings.buffer)
-    except SettingsError:
-        # Reported of buffer.redis_url.
-        return
-    # Those of any run are in the same parts of the cluster.
-    for number, tag in enumerate(shard_tags(settings.run.name, settings.buffer.shards), 1):
-        what = f"shard {number} of buffer.shards={settings.buffer.shards}"
-        with closing(connect_sync(of_run(access, tag), timeout_s=_REDIS_TIMEOUT_S)) as client:
-            try:
-                server = read_server(client)
-            except BufferUnavailable as error:
-                yield bad(what, "away", str(error))
-                continue
-            if server is not None:
-                yield _checked(what, server.check, f"Redis {server.version}")
-            yield _checked(what, partial(check_rights, client, tag), _HAS_RIGHTS)
 
 
 def _ports(settings: Settings) -> Iterator[Finding]:

@@ -42,23 +42,6 @@ from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
 from outloop.buffer.writer import BufferWriter
 
-NUM_SHARDS = 3
-SHARDED_MODULES = frozenset(
-    f"test_{name}"
-    for name in (
-        "archive",
-        "episodes",
-        "groups",
-        "recover",
-        "resumption",
-        "routed_experts",
-        "shards",
-        "training",
-        "trajectories",
-        "unreadable",
-        "walk",
-    )
-)
 """Those about turns; to the others it makes no difference where turns are."""
 
 
@@ -101,11 +84,8 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def make_run(
-    tmp_path: Path, clients: Clients, request: pytest.FixtureRequest
-) -> Callable[..., Run]:
+def make_run(tmp_path: Path, clients: Clients) -> Callable[..., Run]:
     """A run created in Redis at `url`, with settings changed by `section__key=value`."""
-    has_shards = "where" in request.fixturenames and request.getfixturevalue("where") == "shards"
 
     def make(url: str, **changes: Any) -> Run:
         tree: dict[str, dict[str, Any]] = {
@@ -114,9 +94,6 @@ def make_run(
             "buffer": {"group_size": 2, "max_staleness": 0},
             "trainer": {"groups_per_step": 2},
         }
-        if has_shards:
-            # Only the settings speak of a cluster; tags lead to different keys of one server.
-            tree["buffer"] |= {"redis_url": "redis+cluster://localhost", "shards": NUM_SHARDS}
         for name, value in changes.items():
             section, _, field = name.partition("__")
             tree.setdefault(section, {})[field] = value
@@ -131,15 +108,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The contract on every backend."""
     chosen = [marker.args[0] for marker in metafunc.definition.iter_markers("parametrize")]
     if "where" in metafunc.fixturenames and "where" not in chosen:
-        backends = ["redis", "twin"]
-        if metafunc.module.__name__.rpartition(".")[2] in SHARDED_MODULES:
-            backends.append("shards")
-        metafunc.parametrize("where", backends, indirect=True)
+        metafunc.parametrize("where", ["redis", "twin"], indirect=True)
 
 
 @pytest.fixture
 def where(request: pytest.FixtureRequest) -> str:
-    """What the buffer runs on; `shards`: on Redis, with turns on three shards."""
+    """What the buffer runs on."""
     return str(request.param)
 
 

@@ -161,19 +161,6 @@ async def test_purge_on_a_shared_redis_leaves_other_runs(
     assert len((await other.claim()).claims) == 4
 
 
-async def test_purge_removes_what_shards_hold(
-    server: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
-) -> None:
-    """Of this run."""
-    on_shards = {"buffer__redis_url": "redis+cluster://localhost", "buffer__shards": 3}
-    loop = await loop_on(server.url, **on_shards)
-    await loop.play_all()
-    beginning = loop.reader.prefix.partition(":")[0]
-    assert list(loop.reader.client.scan_iter(match=f"{beginning}:*}}:bytes:*"))
-    assert "keys removed" in outloop("purge", "--yes", "--run", tmp_path / "t")
-    assert not list(loop.reader.client.scan_iter(match=f"{beginning}:*", count=1000))
-
-
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, outloop: Outloop) -> None:
     """A sentence says what a run folder is."""
     with pytest.raises(SettingsError, match="holds no run.json"):

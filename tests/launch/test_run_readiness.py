@@ -12,7 +12,6 @@ from rich.console import Console
 
 from fakes import user_folder
 from fakes.ports import free_ports
-from fakes.redis_servers import Cluster
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.settings import load_settings
@@ -96,25 +95,6 @@ def test_a_redis_that_would_throw_records_away_is_refused(
     started = running(settings, threading.Event())
     with pytest.raises(SettingsError, match="allkeys-lru would throw records away"), started:
         pass
-
-
-def test_each_shard_of_a_cluster_is_looked_at(report: Report, tmp_path: Path) -> None:
-    """One of three primaries would throw turns away, and another one ended."""
-    cluster = Cluster(tmp_path / "cluster", num_spares=0)
-    try:
-        cluster.form()
-        overrides = (f'buffer.redis_url="{cluster.url}"', "buffer.shards=3")
-        code, text = report(*overrides)
-        assert code == 0, text
-        cluster.ask(cluster.primaries[1], "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-        cluster.kill(cluster.primaries[2])
-        code, text = report(*overrides)
-    finally:
-        cluster.stop()
-    assert code == 1
-    assert " ok " in row(text, "shard 1 of buffer.shards=3")
-    assert "maxmemory-policy=allkeys-lru" in row(text, "shard 2 of buffer.shards=3")
-    assert "away" in row(text, "shard 3 of buffer.shards=3")
 
 
 def test_a_redis_whose_user_may_not_ask_is_to_be_checked_by_hand(

@@ -2,7 +2,6 @@
 
 import asyncio
 
-from outloop.buffer.errors import TurnsLost
 from outloop.router.timings import Timings
 
 BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -41,12 +40,3 @@ async def test_a_closed_episode_is_forgotten(make_stage) -> None:
     assert again is not None
     assert not again.tree.nodes
     assert len(episodes) == 1
-
-
-async def test_an_episode_whose_turns_redis_lost_is_gone(stage) -> None:
-    """As one that was replaced, which it is; nothing was wrong with the request."""
-    episode = await stage.open()
-    stage.writer.load_error = TurnsLost("its shard lacks 1 of 2 turns")
-    body = {"model": "policy", "messages": [{"role": "user", "content": "a question"}]}
-    path = f"/episodes/{episode['api_key']}/v1/chat/completions"
-    assert (await stage.post(path, body, "EMPTY")).status_code == 410

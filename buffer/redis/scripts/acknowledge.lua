@@ -42,7 +42,7 @@ for _, group_id in ipairs(ids) do
   if is_archived then archive_scored(group_id, 'trained', '', ARGV[3]) end
   for _, episode_id in ipairs(redis.call('LRANGE', g .. ':episodes', 0, -1)) do
     local e = episode_key(episode_id)
-    if is_archived or rules.is_sharded then
+    if is_archived then
       free_episode(e)
     else
       redis.call('PEXPIRE', e, RETENTION_MS)

@@ -1,7 +1,7 @@
 -- Record one turn of an open episode.
 --
 -- ARGV[2]  episode_id   ARGV[3] turn_id   ARGV[4] parent turn_id or ''
--- ARGV[5]  turn record, or its name on the shard of its group, which has it already
+-- ARGV[5]  turn record
 -- ARGV[6]  oldest version among its trained tokens or ''
 -- ARGV[7]  newest version among its output tokens or ''
 -- ARGV[8]  1 if it starts a branch   ARGV[9] number of output tokens
@@ -10,7 +10,6 @@
 -- Returns  {'ok', number of the episode's turns, of their ids}; not_found: episode or parent turn;
 --          gone: closed or replaced; abandoned: sampled by a version that a rollback abandoned (the
 --          caller gives the attempt up, see give_up); conflict: the turn_id has another content.
---          What a refused turn left on a shard is deleted with its episode, again if need be.
 -- Keeps    turns in the order of their first recording, each once; a turn that a resumed episode had
 --          recorded counts as replayed, not as sampled.
 --
@@ -20,14 +19,9 @@
 local episode_id, turn_id, parent = ARGV[2], ARGV[3], ARGV[4]
 local e = episode_key(episode_id)
 local f = redis.call('HMGET', e, 'member', 'closed', 't:' .. turn_id, 't:' .. parent, 'min_depth',
-  'max_version', 'num_tokens', 'resumes', 'tokens', 'deleted_on', 'min_version')
+  'max_version', 'num_tokens', 'resumes', 'tokens', 'min_version')
 if not f[1] then
   return {'not_found', 'no episode_id=' .. episode_id}
-end
-if f[10] then
-  -- Allowed to a full Redis, and so is what follows.
-  redis.call('DEL', key('nothing'))
-  delete_on_shard(episode_id, f[10], 0)
 end
 if f[3] then
   local stored = redis.call('LINDEX', e .. ':turns', f[3])
@@ -61,7 +55,7 @@ if ARGV[7] ~= '' and (not f[6] or tonumber(ARGV[7]) > tonumber(f[6])) then
 end
 -- Of evaluations alone, whose figures name the versions that they are of.
 local is_eval = string.sub(f[1], 1, 1) == 'e'
-if is_eval and ARGV[11] ~= '' and (not f[11] or tonumber(ARGV[11]) < tonumber(f[11])) then
+if is_eval and ARGV[11] ~= '' and (not f[10] or tonumber(ARGV[11]) < tonumber(f[10])) then
   redis.call('HSET', e, 'min_version', ARGV[11])
 end
 local source = f[8]

@@ -1,8 +1,8 @@
 -- The run's keys and what every script needs; put before all scripts but init_run. It returns
 -- {'empty'} by itself when the run's meta key is missing.
 --
--- KEYS[1]  {run:shard}:meta. It routes the call; every other key is derived from it and carries
---          the same hash tag, so no script leaves its shard.
+-- KEYS[1]  {run:0}:meta. It routes the call; every other key is derived from it and carries the
+--          same hash tag, so no script leaves its primary of a cluster.
 -- ARGV[1]  now in Unix ms, or 0: the clock of Redis.
 -- A script returns {'ok', ...} or {code, sentence}; code is one of empty, not_found, gone,
 -- abandoned, conflict, fence, replaced. It refuses before its first write, so a refusal changes
@@ -22,13 +22,6 @@ local function episode_key(episode_id) return prefix .. 'episode:' .. episode_id
 local function add(hash, field, by) return redis.call('HINCRBY', hash, field, by + 0) end
 local function count(name, by) redis.call('HINCRBY', COUNTERS, name, by or 1) end
 local function number(value) return value and tonumber(value) or nil end
-
--- Have clients delete what a shard holds of an episode, from `at` (Unix ms) on. Each entry is made
--- once, so that removing it after the deletion removes no later one.
-local function delete_on_shard(episode_id, shard, at)
-  local entry = redis.call('HINCRBY', key('state'), 'freed_entries', 1)
-  redis.call('ZADD', key('freed'), at, entry .. ' ' .. shard .. ' ' .. episode_id)
-end
 
 -- How many publishes lead to a version; nil: it was abandoned by a rollback.
 local function depth_of(version)

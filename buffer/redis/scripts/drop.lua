@@ -14,7 +14,7 @@ local refused = fence_refusal(ARGV[2])
 if refused then return refused end
 local state = redis.call('HGET', group_key(ARGV[3]), 'state')
 if state == 'leased' then
-  drop_group(ARGV[3], ARGV[4], ARGV[4] == 'stale' or ARGV[4] == 'lost', ARGV[6] == '1',
+  drop_group(ARGV[3], ARGV[4], ARGV[4] == 'stale', ARGV[6] == '1',
     ARGV[5] ~= '' and ARGV[5] or nil)
 elseif state and state ~= 'dropped' then
   return {'fence', 'group_id=' .. ARGV[3] .. ' is ' .. state .. ', not leased'}

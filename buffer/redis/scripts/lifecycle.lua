@@ -10,7 +10,7 @@
 local given = redis.call('HMGET', KEYS[1], 'group_size', 'groups_per_step', 'max_staleness',
   'max_replacements', 'attempt_ms', 'group_ms', 'lease_ms', 'gives_claims',
   'max_replaced_ppm', 'incomplete', 'pipeline_depth', 'max_resumptions', 'max_silence_ms',
-  'over_provision_ppm', 'shards')
+  'over_provision_ppm')
 local rules = {
   group_size = tonumber(given[1]), groups_per_step = tonumber(given[2]),
   max_staleness = tonumber(given[3]), max_replacements = tonumber(given[4]),
@@ -19,7 +19,7 @@ local rules = {
   max_replaced_share = (tonumber(given[9]) or 1000000) / 1000000,
   incomplete = given[10] or 'train', pipeline_depth = given[11],
   max_resumptions = tonumber(given[12]) or 0, max_silence_ms = tonumber(given[13]) or 0,
-  over_provision_ppm = tonumber(given[14]), is_sharded = (given[15] or '0') ~= '0',
+  over_provision_ppm = tonumber(given[14]),
 }
 local now = tonumber(ARGV[1])
 if now == 0 then
@@ -59,13 +59,7 @@ end
 local function allow_when_full() redis.call('DEL', key('nothing')) end
 
 -- Delete the turns of an episode, which nothing needs any more.
-local function delete_turns(e)
-  redis.call('DEL', e .. ':turns')
-  local shard = rules.is_sharded and redis.call('HGET', e, 'shard')
-  if not shard then return end
-  redis.call('HSET', e, 'deleted_on', shard)
-  delete_on_shard(string.sub(e, #episode_key('') + 1), shard, 0)
-end
+local function delete_turns(e) redis.call('DEL', e .. ':turns') end
 
 -- Its turns go when nothing needs them any more: neither the list of failed episodes nor the archiver.
 local function free_episode(e)
@@ -587,8 +581,6 @@ local function count_attempt(member, episode_id)
   if purpose == 'o' then
     -- It belongs to no evaluation; it can be read for as long as a repeated call may come.
     redis.call('PEXPIRE', e .. ':turns', RETENTION_MS)
-    local shard = redis.call('HGET', e, 'shard')
-    if shard then delete_on_shard(episode_id, shard, now + RETENTION_MS) end
     redis.call('PEXPIRE', e, RETENTION_MS)
     return nil
   end

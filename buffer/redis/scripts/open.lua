@@ -3,15 +3,14 @@
 -- ARGV[2]  number of openings, then for each: episode_id, member (t:GROUP:ATTEMPT,
 --          e:EVAL:ATTEMPT or, for an evaluation episode that nobody claimed, o:EPISODE:0),
 --          task_id, its source or '', what must be equal when it is opened again, opening record,
---          deadline in ms from now, number of the shard that has its turns, or ''
+--          deadline in ms from now
 -- Returns  {'ok', code, sentence, code, sentence, ...}: one pair per opening. gone: the attempt was
 --          replaced or its group sealed; conflict: same id, other content; not_found: no such group.
 -- Keeps    an attempt that resumes a lost episode passes that one's id on to its own (`resumes`);
 --          one episode per attempt: a later opening of the same attempt takes it over, because the
 --          answer to the earlier one may have been lost. Refused openings do not stop the others.
 
-local function open_one(episode_id, member, task_id, source_name, identity, opening, deadline_ms,
-    shard)
+local function open_one(episode_id, member, task_id, source_name, identity, opening, deadline_ms)
   local e = episode_key(episode_id)
   local known = redis.call('HGET', e, 'identity')
   if known then
@@ -43,7 +42,6 @@ local function open_one(episode_id, member, task_id, source_name, identity, open
   end
   redis.call('HSET', e, 'identity', identity, 'member', member, 'task_id', task_id,
     'opening', opening, 'started', redis.call('HGET', ATTEMPT_STARTS, member) or now)
-  if shard ~= '' then redis.call('HSET', e, 'shard', shard) end
   local source = purpose == 't' and source_of(owner, attempt)
   if source then
     local depth, version = extent_of(source)
