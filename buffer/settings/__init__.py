@@ -786,6 +786,8 @@ def _annotation_at(location: Sequence[int | str]) -> Any:
 
 def _members(annotation: Any) -> dict[str, Any]:
     """The type of each key of a table; empty for what is none, or has any keys."""
+    if get_origin(annotation) is dict:
+        return {}
     for one in (annotation, *get_args(annotation)):
         if isinstance(one, type) and issubclass(one, Section):
             return {name: field.annotation for name, field in one.model_fields.items()}

@@ -62,9 +62,9 @@ end
 
 local answers = {'ok'}
 for i = 0, tonumber(ARGV[2]) - 1 do
-  local at = 3 + 8 * i
+  local at = 3 + 7 * i
   local code, sentence = open_one(ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3],
-    ARGV[at + 4], ARGV[at + 5], ARGV[at + 6], ARGV[at + 7])
+    ARGV[at + 4], ARGV[at + 5], ARGV[at + 6])
   answers[#answers + 1] = code
   answers[#answers + 1] = sentence
 end
