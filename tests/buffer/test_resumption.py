@@ -244,3 +244,20 @@ async def test_a_group_that_ends_frees_what_waited_to_be_resumed(
     names = {key.decode().split(":")[-2] for key in keys_of(loop, "episode:*:turns")}
     assert names == set(map(id_of, played))
     assert not keys_of(loop, "group:*:resumable")
+
+
+async def test_a_resumed_attempt_is_as_old_as_what_it_resumes(
+    start: Callable[..., Any], make_turn: Callable[..., Turn]
+) -> None:
+    """Also while its own turns are newer: what it replays of the record, it replays later."""
+    loop = await start(buffer__max_staleness=1, **ONE_GROUP)
+    await lose(loop, make_turn)
+    (claim,) = (await loop.claim(1)).claims
+    episode_id = await loop.open(claim)
+    loop.publish(1, 0)
+    await loop.writer.append_turn(make_turn(episode_id, 7, version=1))
+    assert loop.reader.stats()["buffer/replaced/stale"] == 0
+    loop.publish(2, 1)
+    assert loop.reader.stats()["buffer/replaced/stale"] == 1
+    with pytest.raises(Gone):
+        await loop.writer.append_turn(make_turn(episode_id, 8, parent=7, version=2))

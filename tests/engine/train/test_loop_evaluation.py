@@ -1,5 +1,6 @@
 """Evaluations of the RL loop, and the checkpoint that they choose."""
 
+import dataclasses
 import json
 import re
 import threading
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import structlog.testing
 import torch
 
 from fakes.bandit_run import FAST, Setup
@@ -205,6 +207,43 @@ def test_a_choice_needs_both_splits() -> None:
     ):
         with pytest.raises(SettingsError, match=re.escape(words)):
             build_settings({"model": {"path": "."}} | values, source="test")
+
+
+@pytest.mark.parametrize(("num_tasks", "is_warned"), [(7, False), (8, True)])
+def test_a_fall_over_eight_tasks_is_a_warning(
+    setup: MakeRun, num_tasks: int, is_warned: bool
+) -> None:
+    """Over fewer an interval by task says little. A step that is evaluated again, after a resume,
+    is compared with the step before it, not with itself."""
+    made = setup(
+        trainer=FAST | {"num_steps": 1},
+        eval={"every": 1, "num_episodes": 16, "final_num_episodes": 16, "greedy": False},
+    )
+    made.buffer.num_validation_tasks = num_tasks
+    made.buffer.eval_rewards = {"0:sampled": (1.0,), "1:sampled": (0.25,)}
+    task = results.TaskResult(
+        task_id="e0",
+        rewards=(0.25,),
+        answers=("",),
+        num_tokens=(1,),
+        num_turns=(1,),
+        is_truncated=(False,),
+        components=({},),
+    )
+    abandoned = results.Evaluation(
+        step=1,
+        policy_version=1,
+        name="sampled",
+        temperature=1.0,
+        pass_reward=1.0,
+        tasks=tuple(dataclasses.replace(task, task_id=f"e{n}") for n in range(num_tasks)),
+    )
+    results.append(made.run.dir, abandoned)
+    with structlog.testing.capture_logs() as logs:
+        rows = made.train()
+    (row,) = [row for row in rows if row["step"] == 1 and "eval/sampled_reward" in row]
+    assert row["eval/sampled/change"] == pytest.approx(-0.75)
+    assert ("evaluation_fell" in [entry["event"] for entry in logs]) == is_warned
 
 
 def test_an_evaluation_is_compared_with_the_one_before_it(setup: MakeRun) -> None:

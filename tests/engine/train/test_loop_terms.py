@@ -116,6 +116,33 @@ def zero_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_nothing:zero"
 
 
+def test_a_weight_that_follows_no_target_is_that_of_the_settings(setup: MakeRun) -> None:
+    """A run that resumes without the target takes the settings' weight, not the moved one of the
+    checkpoint."""
+    moving = {"kl": "k3", "kl_coefficient": 0.1, "kl_target": 1e3, "num_steps": 2}
+    bonus = {"entropy_coefficient": 0.1, "entropy_target": 1e-3}
+    setup(trainer=FAST | moving | bonus).train()
+    still = {"kl": "k3", "kl_coefficient": 0.5, "num_steps": 3, "entropy_coefficient": 0.3}
+    made = setup(trainer=FAST | still)
+    assert made.train()[-1]["train/kl_coefficient"] == 0.5
+    # Nor does its own checkpoint give it another one.
+    setup(trainer=FAST | still | {"num_steps": 4, "entropy_target": 50.0}).train()
+    rows = setup(trainer=FAST | still | {"num_steps": 5, "entropy_target": 50.0}).train()
+    weights = [row["train/entropy_coefficient"] for row in rows[3:]]
+    assert weights[0] == 0.3
+    assert weights[1] > 0.3
+
+
+def test_a_step_reports_the_critic_of_its_first_update(setup: MakeRun) -> None:
+    """As the policy's: the first update's numbers are of values from before the step."""
+    critic = {"learning_rate": 1e-2, "warmup_steps": 8}
+    chosen = {"recipe": "ppo", "critic": critic, "num_updates_per_take": 2, "num_steps": 2}
+    rows = setup(trainer=FAST | chosen).train()
+    # Two updates a step, each at a higher rate than the one before.
+    first, third = (row["train/critic_learning_rate"] for row in rows)
+    assert third == pytest.approx(3 * first)
+
+
 def test_a_steps_loss_has_the_weights_that_its_row_says(
     setup: MakeRun, tmp_path: Path, zero_loss: str
 ) -> None:

@@ -357,3 +357,19 @@ def test_kept_logprobs_are_those_of_the_update_that_trained_a_token_first() -> N
     assert column[[0, 2, 4]].tolist() == [-1.0, -2.0, -3.0]
     assert np.isnan(column[[1, 3]]).all()
     assert np.isnan(policy_logprobs([], 2)).all()
+
+
+def test_shares_of_an_update_are_of_the_tokens_that_are_compared(
+    make_policy: MakePolicy, make_samples: MakeSamples
+) -> None:
+    """Imitated tokens have no ratio: they are in no numerator, and in no denominator either."""
+    policy = make_policy()
+    samples = [with_own_logprobs(policy, sample) for sample in make_samples(2)]
+    rows = [_aged(samples[0], 0, 0.5), replace(samples[1], is_imitated=True)]
+    for row in rows:
+        row.advantages[:] = -1.0
+    metrics = update(policy, rows, TrainerSettings()).policy_metrics()
+    assert metrics["train/clip_low_share"] == 1.0
+    assert metrics["train/ratio_mean"] == pytest.approx(math.exp(-0.5), abs=1e-4)
+    counts = [row.num_trained_tokens for row in rows]
+    assert metrics["train/imitated_share"] == pytest.approx(counts[1] / sum(counts))

@@ -244,6 +244,11 @@ def test_a_curriculum_follows_the_measured_rates(make_trajectory: Callable[..., 
     assert row["source/easy/pass_rate"] == 0.75
     (changed,) = weights.changes
     assert changed == pytest.approx({"easy": 2 * (0.2 + 0.8 * 0.75), "hard": 1.0})
+    # A list that is not to be played is neither measured nor weighed.
+    unused = {"off": {"source": "c.jsonl", "weight": 0}}
+    some = Curriculum(build({"curriculum": plan}, env={"tasks": MIXTURE | unused}), weights)
+    row = some.follow([group("off", 1.0, 0.0), group("easy", 1.0, 0.0)], step=1)
+    assert row.keys() == {"source/easy/pass_rate", "source/easy/weight"}
     slow = Curriculum(build({"curriculum": plan | {"smoothing": 0.75}}), weights)
     slow.follow([group("easy", 1.0, 1.0)], step=1)
     row = slow.follow([group("easy", 0.0, 0.0)], step=2)
