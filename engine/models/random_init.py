@@ -48,15 +48,18 @@ class Sizes:
     vocab_size: int = 640
     """At most; the BPE stops when nothing is left to merge."""
     hidden_size: int = 64
+    head_size: int = 16
+    """Of each attention head. SGLang's kernels for GPUs are made for 64 to 512; for others it takes
+    slower ones."""
     num_layers: int = 2
     max_context_tokens: int = 512
 
 
-_HEAD_DIM = 16
 _CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "head_dim": _HEAD_DIM,
+    # Its place: files of one policy are the same bytes.
+    "head_dim": 16,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
@@ -222,8 +225,9 @@ def config_of(sizes: Sizes, vocab_size: int, *, end: int, pad: int) -> dict[str,
         "hidden_size": sizes.hidden_size,
         "intermediate_size": 3 * sizes.hidden_size,
         "num_hidden_layers": sizes.num_layers,
-        "num_attention_heads": sizes.hidden_size // _HEAD_DIM,
-        "num_key_value_heads": sizes.hidden_size // _HEAD_DIM // 2,
+        "head_dim": sizes.head_size,
+        "num_attention_heads": sizes.hidden_size // sizes.head_size,
+        "num_key_value_heads": sizes.hidden_size // sizes.head_size // 2,
         "max_position_embeddings": sizes.max_context_tokens,
         "vocab_size": vocab_size,
         "bos_token_id": pad,
@@ -248,13 +252,17 @@ def write_policy(
             None: every byte is a token.
 
     Raises:
-        SettingsError: hidden_size cannot be divided into pairs of heads, the folder holds another
-            model, or it cannot be written.
+        SettingsError: head_size is odd, hidden_size cannot be divided into pairs of heads, the
+            folder holds another model, or it cannot be written.
     """
-    if sizes.hidden_size <= 0 or sizes.hidden_size % (2 * _HEAD_DIM):
+    if sizes.head_size <= 0 or sizes.head_size % 2:
         raise SettingsError(
-            f"hidden_size={sizes.hidden_size}: heads have {_HEAD_DIM} each and share keys in "
-            f"pairs; give a multiple of {2 * _HEAD_DIM}"
+            f"head_size={sizes.head_size}: a head's numbers are rotated in pairs; give an even one"
+        )
+    if sizes.hidden_size <= 0 or sizes.hidden_size % (2 * sizes.head_size):
+        raise SettingsError(
+            f"hidden_size={sizes.hidden_size}: heads have {sizes.head_size} each and share keys in "
+            f"pairs; give a multiple of {2 * sizes.head_size}"
         )
     rows = islice(conversations, NUM_TOKENIZER_CONVERSATIONS)
     tokenizer = train_tokenizer(rows, sizes.vocab_size)

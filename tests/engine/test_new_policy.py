@@ -83,6 +83,20 @@ def test_a_policy_of_other_sizes_is_consistent(tmp_path: Path) -> None:
     assert sum(weight.numel() for weight in model.parameters()) == num_weights
 
 
+def test_heads_have_the_size_that_is_asked_for(tmp_path: Path) -> None:
+    """As for SGLang on a GPU; transformers finds weights of every shape that it expects."""
+    from transformers import AutoModelForCausalLM
+
+    write_policy(tmp_path, 0, [ROW], Sizes(hidden_size=128, head_size=64, num_layers=1))
+    config = json.loads((tmp_path / "config.json").read_text())
+    heads = (config["head_dim"], config["num_attention_heads"], config["num_key_value_heads"])
+    assert heads == (64, 2, 1)
+    _, loading = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loading.values())
+    with pytest.raises(SettingsError, match="head_size=33: .*even"):
+        write_policy(tmp_path / "odd", 0, [], Sizes(hidden_size=132, head_size=33))
+
+
 @pytest.mark.parametrize("hidden_size", [0, -32, 16, 40])
 def test_sizes_that_cannot_be_are_refused(hidden_size: int, tmp_path: Path) -> None:
     """The sentence says which would do."""

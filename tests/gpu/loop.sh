@@ -5,7 +5,10 @@ set -eu
 python=$1 folder=$2 device=$3 transport=$4 sft_steps=$5 rl_steps=$6
 shift 6
 outloop="$python -m outloop.cli"
-$outloop new-policy --out "$folder/policy" --conversations tasks:conversations \
+# Those that SGLang's kernels are made for.
+sizes="--head-size 64 --hidden-size 128"
+[ "$device" != cpu ] || sizes=
+$outloop new-policy --out "$folder/policy" $sizes --conversations tasks:conversations \
     --import-dir examples/calculator
 $outloop train examples/calculator/warm_start.toml --set "run.dir=$folder" \
     --set "model.path=$folder/policy" --set "trainer.num_steps=$sft_steps" \

@@ -27,6 +27,12 @@ from outloop.buffer.terminal import echo
     "--vocab-size", default=640, show_default=True, help="At most; with --conversations alone."
 )
 @click.option("--hidden-size", default=64, show_default=True)
+@click.option(
+    "--head-size",
+    default=16,
+    show_default=True,
+    help="Of each attention head; 64 for SGLang on a GPU.",
+)
 @click.option("--num-layers", default=2, show_default=True)
 @click.option(
     "--max-context-tokens",
