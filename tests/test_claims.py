@@ -22,6 +22,8 @@ PAGES = sorted(
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Settings.model_fields.items()}
 NAMED = re.compile(r"`([a-z]+)((?:\.[a-z_0-9]+)+)(?: = [^`]*)?`")
 FILES = {"json", "md", "mjs", "py", "toml"}
+GAP = "\x00"
+OF_THE_SYSTEM = {"No space left on device"}
 WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight"]
 
 
@@ -122,3 +124,39 @@ def test_readme_has_the_families_of_the_limitations() -> None:
     assert readme is not None
     assert limits is not None
     assert readme[1] == limits[1]
+
+
+def messages() -> str:
+    """Every text of the sources, with a gap where a value goes."""
+    found = []
+    for part in ("buffer", "router", "engine", "envs", "src"):
+        for path in (ROOT / part).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    pieces = [
+                        one.value if isinstance(one, ast.Constant) else GAP for one in node.values
+                    ]
+                    found.append("".join(map(str, pieces)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("page", ["troubleshooting.md", "your-own-agent.md"])
+def test_a_message_that_a_page_quotes_is_in_the_sources(page: str) -> None:
+    """A reader searches for what the terminal says: at least its longest run of fixed words."""
+    text = messages()
+    quotes = [
+        quote
+        for row in re.findall(r"^\| .*\|$", (ROOT / "docs" / page).read_text(), re.M)
+        for quote in re.findall(r"`([^`]+)`", row)
+        if quote.count(" ") > 3 and not quote.startswith(("outloop ", "async ", "make ", "--"))
+    ]
+    assert len(quotes) > 5
+    missing = []
+    for quote in quotes:
+        runs = re.split(r"\.\.\.|'[^']*'|\([^)]*\)|=\S+|\w+Error\b|\b\d+\b|[;:,] ", quote)
+        longest = max((run.strip(" .,;:") for run in runs), key=len)
+        if longest not in text and quote not in OF_THE_SYSTEM:
+            missing.append((quote, longest))
+    assert missing == []
