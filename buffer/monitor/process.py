@@ -65,6 +65,7 @@ class Monitor:
         self._following = Following(run.dir, run.dir / "monitor.json")
         self._seen = Seen(
             settings=settings.alarms,
+            is_rl=settings.trainer.mode == "rl",
             max_replaced_share=settings.env.max_replaced_share,
             dtype="bfloat16"
             if "bfloat16" in (settings.server.dtype, settings.trainer.dtype)

@@ -45,6 +45,8 @@ class Seen:
     """bfloat16: servers or the trainer compute in it."""
     on: Collection[str] = ()
     """Alarms that are on."""
+    is_rl: bool = True
+    """False: in supervised training, where batches differ in size, rates say nothing."""
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     """Of steps, in order; a step that was made again replaces what came after it."""
     stats: Mapping[str, float] = field(default_factory=dict)
@@ -184,7 +186,7 @@ def throughput_halved(seen: Seen) -> str | None:
     """Fewer tokens per second than the same run has had."""
     rates, settings = seen.column("train/tokens_per_s"), seen.settings
     width = settings.num_steps
-    if len(rates) < 3 * width:
+    if not seen.is_rl or len(rates) < 3 * width:
         return None
     medians = [statistics.median(rates[i : i + width]) for i in range(len(rates) - width + 1)]
     best, last = max(medians[:-width]), medians[-1]

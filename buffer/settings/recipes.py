@@ -317,6 +317,9 @@ def trainer_defaults(trainer: Values, *, budget: int | None = None) -> Tree:
         recipe["overlong_max_tokens"] = limit
         recipe["overlong_buffer_tokens"] = int(limit) // _OVERLONG_SHARE
     merged = recipe | dict(trainer)
+    if merged.get("mode") == "sft":
+        # As many steps as the conversations need.
+        merged.setdefault("num_steps", 0)
     if merged.get("loss_path") is None:
         merged = LOSS_DEFAULTS.get(str(merged.get("loss", "ppo_clip")), {}) | merged
     return {

@@ -152,8 +152,9 @@ class TrainerSettings(Section):
     recipe: Recipe | None = None
     """An algorithm by name. It sets the defaults that its paper's objective needs, here and in
     [buffer]; explicit settings win. See docs/algorithms.md."""
-    num_steps: int = Field(40, gt=0)
-    """Optimizer steps; a finished run goes on when it is raised."""
+    num_steps: int = Field(40, ge=0)
+    """Optimizer steps; a finished run goes on when it is raised. SFT: at most so many of num_epochs
+    passes; left out, or 0: all of them."""
     groups_per_step: int = Field(32, gt=0)
     """Groups (RL) or conversations (SFT) that one step consumes."""
     num_updates_per_take: int = Field(1, gt=0)
@@ -522,6 +523,10 @@ class TrainerSettings(Section):
             )
 
     def _refuse_what_has_no_effect(self) -> None:
+        if self.mode == "rl" and not self.num_steps:
+            raise ValueError(
+                "trainer.num_steps=0: 1 or more is allowed; 0 is for supervised training"
+            )
         values = {name: getattr(self, name) for name in type(self).model_fields}
         fields = type(self).model_fields
         changed = [n for n in fields if values[n] != fields[n].default]

@@ -73,7 +73,7 @@ class RunProgress:
             TimeElapsedColumn(),
             console=console,
         )
-        self._task = self._bar.add_task("steps", total=num_steps)
+        self._task = self._bar.add_task("steps", total=num_steps or None)
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
 
     def __enter__(self) -> RunProgress:
@@ -100,6 +100,12 @@ class RunProgress:
             if warning and self._warnings.get(part) != warning:
                 self._warnings[part] = warning
                 show(self._console, f"warning from {part}: {one_line(warning)}", style="yellow")
+        for fields in statuses.values():
+            # Supervised training learns from the conversations how many steps there are.
+            step, slash, total = fields.get("step", "").partition("/")
+            if slash and total.isdecimal():
+                self._num_steps = int(total)
+                self._bar.update(self._task, completed=int(step), total=self._num_steps)
         waits = [
             f"{part}: {fields['waiting_for']}"
             for part, fields in sorted(statuses.items())

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from outloop.buffer.chat_format import chat_format_of
+from outloop.buffer.errors import SettingsError
 from outloop.buffer.events import record_event
 from outloop.buffer.rich_terminal import show, show_table
 from outloop.buffer.run import Run
@@ -24,9 +25,14 @@ from outloop.engine.launch.launcher import (
     start_routers,
     start_serving,
 )
+from outloop.engine.launch.model_folder import read_model_config
 from outloop.engine.launch.placement import HERE, Placement
+from outloop.engine.launch.plan.memory import ModelShape
 from outloop.engine.launch.run_summary import draw_curve, result_table
 from outloop.engine.visible_gpus import list_gpus
+
+_SMALL_PARAMS, _SMALL_RATE = 10e6, 1e-5
+_LARGE_PARAMS, _LARGE_RATE = 300e6, 5e-4
 
 
 def train(
@@ -67,6 +73,8 @@ def train(
         progress = RunProgress(run.dir, num_steps=settings.trainer.num_steps, console=console)
         show(console, f"run folder {settings.run.dir / settings.run.name}")
         show(console, _model_line(settings))
+        if sentence := unfit_rate(settings):
+            console.print(f"warning: {sentence}", style="yellow", highlight=False, soft_wrap=True)
         if recipe := recipe_sentence(dict(settings.trainer), dict(settings.buffer)):
             show(console, recipe)
         for line in gpus.lines():
@@ -81,6 +89,8 @@ def train(
                     launcher.check()
                     shown_obstacle = _show_obstacle(launcher, shown_obstacle, console)
                     if launcher.has_trained:
+                        # What the trainer said last.
+                        progress.update(launcher.reader.registry.statuses())
                         break
                     if (link := launcher.viewer_link()) not in (None, shown_link):
                         shown_link = link
@@ -131,7 +141,7 @@ def _show_result(run: Run, console: Console) -> None:
     picture = draw_curve(run.dir)
     if picture is not None:
         show(console, f"curve {picture}")
-    if keeps_trajectories(run.settings.trajectories):
+    if run.settings.trainer.mode == "rl" and keeps_trajectories(run.settings.trajectories):
         shown = run.settings.run.dir / run.settings.run.name
         show(console, f"read its episodes: outloop view {shown}")
 
@@ -146,6 +156,29 @@ def is_finished(settings: Settings, run_dir: Path) -> bool:
     is_resumed = settings.trainer.mode == "rl" and settings.trainer.resume
     is_written = (run_dir / "hf/config.json").is_file()
     return is_resumed and is_written and max(done, default=-1) >= settings.trainer.num_steps
+
+
+def unfit_rate(settings: Settings) -> str:
+    """A sentence if the learning rate is that of models of another size; empty if it fits."""
+    rate = settings.trainer.learning_rate
+    try:
+        config, source = read_model_config(settings)
+        num_params = ModelShape.of_config(config, source=source).num_params
+    except SettingsError:
+        # A model whose parameters cannot be counted.
+        return ""
+    size = f"the model has {num_params / 1e6:,.2f} million parameters"
+    if num_params < _SMALL_PARAMS and rate <= _SMALL_RATE:
+        return (
+            f"{size}, and trainer.learning_rate={rate:g} is for models of some billion: it will "
+            "hardly learn. A random model of this size takes 1e-3 and more"
+        )
+    if num_params > _LARGE_PARAMS and rate >= _LARGE_RATE:
+        return (
+            f"{size}, and trainer.learning_rate={rate:g} is for models of a million: it ruins a "
+            "large one. 1e-6 is usual"
+        )
+    return ""
 
 
 def _model_line(settings: Settings) -> str:

@@ -15,6 +15,7 @@ import structlog
 from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
+from outloop.buffer.settings.trainer import TrainerSettings
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.engine.train.data.samples import Sample, build_samples
 from outloop.engine.train.data.train_batch import TrainBatch
@@ -25,6 +26,8 @@ from outloop.engine.train.ranks.rank_worker import RankWorker
 _POLL_S = 0.1
 _NUM_ROWS = 100
 """Metrics rows of a long run; each is of the update at its end."""
+_MIN_FALL = 0.03
+"""Share of the loss that training lowers, unless something is wrong."""
 _log = structlog.get_logger()
 
 Conversation = tuple[Sample, ...]
@@ -55,12 +58,14 @@ def run_sft(
     ranks.run(RankWorker.build, num_updates=len(order))
     every = -(-len(order) // _NUM_ROWS)
     before, tokens = time.monotonic(), 0
+    losses: list[float] = []
     for step, members in enumerate(order, start=1):
         if stop.is_set():
             return
         samples = [sample for index in members for sample in conversations[index]]
         report = ranks.run(RankWorker.sft_update, TrainBatch.of(samples))
         tokens += report.num_tokens
+        losses.append(report.loss)
         if step % every == 0 or step == len(order):
             now = time.monotonic()
             row = {"train/samples": len(samples), "train/tokens_per_s": tokens / (now - before)}
@@ -71,7 +76,26 @@ def run_sft(
             )
             before, tokens = now, 0
     ranks.run(RankWorker.save_folder)
+    if sentence := _hardly_learned(losses, settings):
+        _log.warning("hardly_learned", sentence=sentence)
+        reader.registry.report_status("trainer", {"waiting_for": "", "warning": sentence})
     reader.set_run_state("finished")
+
+
+def _hardly_learned(losses: Sequence[float], trainer: TrainerSettings) -> str:
+    """A sentence if the mean loss of the last tenth of the steps is nearly that of the first."""
+    number = max(1, len(losses) // 10)
+    if len(losses) < 2 * number:
+        return ""
+    first, last = np.mean(losses[:number]), np.mean(losses[-number:])
+    if first - last >= _MIN_FALL * first:
+        return ""
+    return (
+        f"the loss was {first:.3f} in the first steps and {last:.3f} in the last of {len(losses)}: "
+        f"the model has hardly learned from the conversations. Raise trainer.learning_rate="
+        f"{trainer.learning_rate:g} (a model of a million parameters takes 1e-3 and more) or "
+        f"trainer.num_epochs={trainer.num_epochs}"
+    )
 
 
 def batches(count: int, settings: Settings) -> list[list[int]]:
@@ -82,7 +106,7 @@ def batches(count: int, settings: Settings) -> list[list[int]]:
     for _ in range(settings.trainer.num_epochs):
         order = generator.permutation(count).tolist()
         steps += [order[start : start + size] for start in range(0, count, size)]
-    return steps[: settings.trainer.num_steps]
+    return steps[: settings.trainer.num_steps or None]
 
 
 def wait_for_conversations(

@@ -18,7 +18,7 @@ from outloop.buffer.run import create_run
 from outloop.buffer.settings import Settings, build_settings, with_overrides
 from outloop.cli import cli
 from outloop.engine.launch.settings_checks import check_before_start
-from outloop.engine.launch.training import is_finished, train
+from outloop.engine.launch.training import is_finished, train, unfit_rate
 from outloop.engine.models.random_init import Sizes, write_policy
 from outloop.router.rendering.renderer import PolicyRenderer
 
@@ -286,3 +286,17 @@ def test_a_tokenizer_with_ids_that_the_model_has_no_row_for_is_refused(
     with_rows(new + 1)
     check_before_start(make_settings())
     PolicyRenderer(make_settings().model)
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"), [(1e-6, "will hardly learn"), (1e-3, ""), (None, "will hardly learn")]
+)
+@pytest.mark.parametrize("mode", ["rl", "sft"])
+def test_a_rate_of_another_size_of_model_is_named(
+    make_settings: MakeSettings, rate: float | None, words: str, mode: str
+) -> None:
+    """A random model of a laptop does not learn at the default of large ones."""
+    trainer = {"mode": mode} | ({} if rate is None else {"learning_rate": rate})
+    sentence = unfit_rate(make_settings(trainer=trainer))
+    assert words in sentence
+    assert bool(sentence) == bool(words)

@@ -36,9 +36,9 @@ from outloop.buffer.terminal import echo
 @click.option("--num-layers", default=2, show_default=True)
 @click.option(
     "--max-context-tokens",
-    default=512,
+    default=2048,
     show_default=True,
-    help="Prompt and answer together. A client library that describes tools may need 2048.",
+    help="Prompt and answer together; a framework that describes tools takes hundreds.",
 )
 def new_policy(
     out: Path, conversations: str | None, import_dir: Path | None, seed: int, **sizes: int

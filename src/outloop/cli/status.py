@@ -134,7 +134,8 @@ def _from_redis(run_dir: Path) -> tuple[int, dict[str, Any]]:
 
 def _print(found: dict[str, Any]) -> None:
     last = found.get("last_step")
-    is_over = last is not None and last["step"] >= found["num_steps"]
+    # Supervised training makes as many steps as its conversations need, 0 here.
+    is_over = last is not None and 0 < found["num_steps"] <= last["step"]
     state = found.get("state", "finished" if is_over else "not up")
     words = [state] + ["paused"] * found.get("is_paused", False)
     if "launcher_pid" in found:
@@ -142,10 +143,13 @@ def _print(found: dict[str, Any]) -> None:
         words.append(f"led by process {launcher}" if launcher else "no launcher on this machine")
     echo(f"{found['run']}: {', '.join(words)}", bold=True)
     if last is not None:
-        echo(
-            f"step {last['step']} of {found['num_steps']}, {_ago(last['time'])}; "
-            f"reward {last['train/reward_mean']:.3f}; {last['train/step_s']:.1f} s a step"
-        )
+        of_all = f" of {found['num_steps']}" if found["num_steps"] else ""
+        words = [f"step {last['step']}{of_all}, {_ago(last['time'])}"]
+        if last["train/reward_mean"] is not None:
+            words.append(f"reward {last['train/reward_mean']:.3f}")
+        if last["train/step_s"] is not None:
+            words.append(f"{last['train/step_s']:.1f} s a step")
+        echo("; ".join(words))
         refused = [
             f"{number:.0f} {name.removeprefix(_REFUSED)}"
             for name, number in last.items()

@@ -28,7 +28,7 @@ RANDOM = SizeDefaults(
     max_params=1e6,
     dtype="float32",
     learning_rate=2e-3,
-    max_context_tokens=512,
+    max_context_tokens=2048,
     max_new_tokens=16,
 )
 """Of the small model that `outloop init` makes itself."""

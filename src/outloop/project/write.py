@@ -70,7 +70,7 @@ def write_project(folder: Path, *, agent: str, policy: str) -> None:
     if policy == "random":
         from outloop.engine.models.random_init import Sizes, write_policy
 
-        write_policy(folder / "policy", 0, (), Sizes())
+        write_policy(folder / "policy", 0, (), Sizes(max_context_tokens=RANDOM.max_context_tokens))
 
 
 def _defaults(policy: str) -> tuple[SizeDefaults, str]:

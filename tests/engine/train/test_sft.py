@@ -95,6 +95,33 @@ def test_every_conversation_is_used_once_per_epoch() -> None:
     assert steps != steps_of(2)
 
 
+def test_steps_follow_from_the_conversations_where_they_are_left_out() -> None:
+    """All passes are made; a given number bounds them, and RL needs one."""
+    trainer = {"mode": "sft", "groups_per_step": 4, "num_epochs": 3}
+    settings = Settings(model={"path": "m"}, trainer=trainer)
+    assert settings.trainer.num_steps == 0
+    assert len(batches(1000, settings)) == 750
+    bounded = Settings(model={"path": "m"}, trainer=trainer | {"num_steps": 9})
+    assert len(batches(1000, bounded)) == 9
+    assert Settings(model={"path": "m"}).trainer.num_steps == 40
+    with pytest.raises(ValueError, match="num_steps=0"):
+        Settings(model={"path": "m"}, trainer={"num_steps": 0})
+
+
+@pytest.mark.parametrize(("rate", "is_warned"), [(1e-6, True), (1e-2, False)])
+def test_a_loss_that_hardly_moves_is_a_warning(
+    conversations: list[Trajectory], train: Any, rate: float, is_warned: bool
+) -> None:
+    """The default rate of a large model does not warm a small one up, and the run says so."""
+    with structlog.testing.capture_logs() as logs:
+        rows = train(Conversations(conversations), learning_rate=rate, num_epochs=40)
+    assert rows[-1]["step"] == 40
+    said = [entry["sentence"] for entry in logs if entry["event"] == "hardly_learned"]
+    assert bool(said) == is_warned
+    if said:
+        assert "Raise trainer.learning_rate=1e-06" in said[0]
+
+
 def test_conversations_that_never_end_are_a_deadline(
     conversations: list[Trajectory], train: Any
 ) -> None:
