@@ -303,3 +303,25 @@ def test_an_unknown_setting_lists_near_names_alone(config: Path) -> None:
         load_settings(config, ("trainer.learing_rate=1e-3",))
     assert "'learning_rate'" in str(refused.value)
     assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("given", "between", "at_the_ends"),
+    [
+        ({}, (128, 1), (128, 1)),
+        ({"num_episodes": 84}, (84, 0), (84, 0)),
+        ({"num_episodes": 84, "final_num_episodes": 200}, (84, 0), (200, 0)),
+        ({"final_num_episodes": 200}, (128, 1), (200, 0)),
+        ({"samples_per_task": 3}, (126, 3), (126, 3)),
+        ({"samples_per_task": 200}, (200, 200), (200, 200)),
+        ({"num_episodes": 12, "samples_per_task": 4}, (12, 4), (12, 4)),
+    ],
+)
+def test_evaluations_have_the_same_episodes_at_all_steps_unless_asked(
+    config: Path, given: dict[str, int], between: tuple[int, int], at_the_ends: tuple[int, int]
+) -> None:
+    """(episodes, plays of each task); without a number no task is played twice."""
+    overrides = tuple(f"eval.{name}={value}" for name, value in given.items())
+    plan = load_settings(config, overrides).eval
+    assert plan.episodes(is_end=False) == between
+    assert plan.episodes(is_end=True) == at_the_ends

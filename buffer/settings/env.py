@@ -130,13 +130,14 @@ class EvalSettings(Section):
 
     every: int = Field(0, ge=0)
     """Policy versions between evaluations; 0: none. Version 0 and the last are evaluated too."""
-    num_episodes: int = Field(128, gt=0)
-    """Per evaluation and sampling; tasks are taken from the front of the evaluation list."""
-    final_num_episodes: int = Field(128, gt=0)
-    """The same for version 0 and the last version."""
+    num_episodes: int | None = Field(None, gt=0)
+    """Per evaluation and sampling; tasks are taken from the front of the evaluation list. Left out:
+    128, or each task samples_per_task times where that is less."""
+    final_num_episodes: int | None = Field(None, gt=0)
+    """The same for version 0 and the last version; left out: as num_episodes."""
     samples_per_task: int | None = Field(None, gt=0)
     """Episodes of each task: the first num_episodes / samples_per_task tasks are played. Left out:
-    all tasks, again and again."""
+    all tasks, again and again if num_episodes asks for more."""
     pass_reward: float = 1.0
     """An episode with this reward or more passes, for pass_at_K and majority_at_K."""
     suites: dict[str, EvalSuiteSettings] = {}
@@ -169,20 +170,30 @@ class EvalSettings(Section):
             return self.blocks_publish
         return self.chooses_checkpoint or step == 0
 
-    def samples_of(self, num_episodes: int) -> int:
-        """How often each task of an evaluation of so many episodes is played; 0: again and again.
+    def episodes(self, *, is_end: bool) -> tuple[int, int]:
+        """How many episodes an evaluation has at most, and how often it plays each task; 0: again
+        and again.
+
+        Args:
+            is_end: it is that of version 0 or of the last version.
 
         Raises:
             ValueError: samples_per_task does not divide it.
         """
-        if self.samples_per_task is not None and num_episodes % self.samples_per_task:
+        given = self.final_num_episodes if is_end else None
+        given = given or self.num_episodes
+        samples = self.samples_per_task or (1 if given is None else 0)
+        num_episodes = given or max(1, _NUM_EPISODES // samples) * samples
+        if samples and num_episodes % samples:
             raise ValueError(
-                f"eval.samples_per_task={self.samples_per_task} does not divide num_episodes="
+                f"eval.samples_per_task={samples} does not divide num_episodes="
                 f"{num_episodes}; each task is played so often: change one of them"
             )
-        return self.samples_per_task or 0
+        return num_episodes, samples
 
 
+_NUM_EPISODES = 128
+"""Of an evaluation where eval.num_episodes is left out, at most."""
 _SUITE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 _TAKEN_NAMES = ("validation", "test", "sampled", "greedy")
 
@@ -204,8 +215,8 @@ def check_evaluations(env: EnvSettings, plan: EvalSettings) -> None:
             raise ValueError(
                 f"eval.suites.{name} has no tasks; set its `tasks`, env.eval_tasks or env.split"
             )
-    for num_episodes in (plan.num_episodes, plan.final_num_episodes):
-        plan.samples_of(num_episodes)
+    for is_end in (False, True):
+        plan.episodes(is_end=is_end)
     shares = env.split or {}
     is_split = shares.get("validation", 0) > 0 and shares.get("test", 0) > 0
     if plan.chooses_checkpoint and not (plan.every and is_split):

@@ -74,7 +74,7 @@ def train(
         show(console, f"run folder {settings.run.dir / settings.run.name}")
         show(console, _model_line(settings))
         if sentence := unfit_rate(settings):
-            console.print(f"warning: {sentence}", style="yellow", highlight=False, soft_wrap=True)
+            show(console, f"warning: {sentence}", style="yellow")
         if recipe := recipe_sentence(dict(settings.trainer), dict(settings.buffer)):
             show(console, recipe)
         for line in gpus.lines():

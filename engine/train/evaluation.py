@@ -111,7 +111,7 @@ class Evaluations:
             _Part(name, f"{policy_version}:{prefix}{name}", temperature, plan.pass_reward)
             for name, temperature in temperatures.items()
         )
-        num_episodes = plan.final_num_episodes if is_end else plan.num_episodes
+        num_episodes, samples = plan.episodes(is_end=is_end)
         for part in parts:
             self._reader.request_eval(
                 part.key,
@@ -119,7 +119,7 @@ class Evaluations:
                 num_episodes=num_episodes,
                 sampling={"temperature": part.temperature},
                 suite=suite,
-                samples_per_task=plan.samples_of(num_episodes),
+                samples_per_task=samples,
                 blocks_training=suite == "test" or self.blocks_training(step),
             )
         kind = "eval" if suite == "validation" else suite

@@ -166,7 +166,7 @@ def _list(found: list[Evaluation], *, as_json: bool) -> None:
             echo(json.dumps(row | {"name": one.name} | figures))
         return
     table = PlainTable(box=None, pad_edge=False)
-    for heading in ("step", "versions", "evaluation", "tasks", "samples"):
+    for heading in ("step", "versions", "evaluation", "tasks", "samples", "episodes"):
         is_text = heading == "evaluation"
         table.add_plain_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for heading in (*_SHOWN, "pass@k", "majority", "tokens"):
@@ -176,7 +176,7 @@ def _list(found: list[Evaluation], *, as_json: bool) -> None:
         k = one.num_samples
         cells = (
             *(str(one.step), one.versions, one.name),
-            *(f"{row['tasks']:.0f}", str(k)),
+            *(f"{row['tasks']:.0f}", str(k), f"{row['episodes']:.0f}"),
             *(_with_error(row, figure) for figure in _SHOWN),
             f"pass@{k} {_with_error(row, f'pass_at_{k}')}" if k > 1 else "-",
             _with_error(row, f"majority_at_{k}"),
