@@ -22,7 +22,6 @@ from outloop.buffer.errors import (
     DeadlineExceeded,
     Gone,
     NotFound,
-    OutloopError,
     RecordError,
     SettingsError,
 )
@@ -32,7 +31,7 @@ from outloop.buffer.tasks.mixture import TaskSource
 _ATTEMPT_TIMEOUT_S = 60.0
 _FIRST_DELAY_S = 0.05
 _MAX_DELAY_S = 2.0
-_ERRORS: dict[int, type[OutloopError]] = {
+_ERRORS: dict[int, type[Exception]] = {
     400: RecordError,
     401: SettingsError,
     403: SettingsError,
@@ -115,8 +114,12 @@ class RouterClient:
         *,
         suites: Mapping[str, int] | None = None,
     ) -> None:
-        """Register the run's tasks; the same tasks again change nothing."""
-        await self._post(
+        """Register the run's tasks; the same tasks again change nothing.
+
+        Raises:
+            SettingsError: the router refuses them, as it would at every further try.
+        """
+        await self._post_settings(
             "/tasks",
             {
                 "tasks": [asdict(task) for task in tasks],
@@ -220,10 +223,21 @@ class RouterClient:
         self, rows: Sequence[dict[str, Any]], *, key: str, final: bool
     ) -> int:
         """Send conversations; `final`: these are the last."""
-        answer = await self._post(
+        answer = await self._post_settings(
             "/trajectories", {"trajectories": list(rows), "key": key, "final": final}
         )
         return int(answer["num_accepted"])
+
+    async def _post_settings(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Post what the user gave; a refusal is final.
+
+        Raises:
+            SettingsError: the router refuses it.
+        """
+        try:
+            return await self._post(path, body)
+        except (RecordError, NotFound, Conflict, Gone) as error:
+            raise SettingsError(str(error)) from error
 
     async def _post(
         self, path: str, body: dict[str, Any], *, retry_not_ready: bool = True
@@ -258,7 +272,7 @@ class RouterClient:
             if response.status >= 500 or response.status in (408, 429):
                 raise _NotNow(text[:200], _seconds(response.headers.get("Retry-After")))
             if response.status >= 400:
-                raise _ERRORS.get(response.status, OutloopError)(
+                raise _ERRORS.get(response.status, SettingsError)(
                     f"router refused POST {path} with status={response.status}: {_message(text)}"
                 )
             answer: dict[str, Any] = json.loads(text)

@@ -8,7 +8,7 @@ from typing import Any
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.envs.tasks.task_files import read_rows
+from outloop.envs.tasks.task_files import read_rows, refuse_unstorable
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -54,6 +54,7 @@ def read_conversations(
     for place, row in read_rows(source, setting=setting, import_dir=import_dir):
         for conversation in _conversations_of(row, place):
             _check_row(conversation, place)
+            refuse_unstorable(conversation, place)
             empty = False
             yield conversation
     if empty:

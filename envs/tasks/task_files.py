@@ -7,22 +7,27 @@ The buffer decides the order in which tasks are played.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import structlog
 
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.foreign_text import storable
 from outloop.buffer.records import Task
 from outloop.buffer.settings import Settings
 from outloop.buffer.tasks.mixture import TaskSource
-from outloop.buffer.user_code import import_folders, import_object
+from outloop.buffer.user_code import import_folders, import_object, text_of
 from outloop.envs.tasks.splits import content_hash, refuse_no_choice, split_sources
 
 _log = structlog.get_logger()
 _ID_CHARS = 32
+_MAX_DEPTH = 64
+_MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
+"""That MessagePack holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,9 +192,9 @@ def read_rows(source: str, *, setting: str, import_dir: Path | None) -> Iterator
             yield f"{setting}={source!r}, item {index}", row
     except SettingsError:
         raise
-    except Exception as error:  # the user's function may raise anything
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
         raise SettingsError(
-            f"{setting}={source!r} raised {type(error).__name__}: {error}; "
+            f"{setting}={source!r} raised {type(error).__name__}: {text_of(error)}; "
             "run it on its own and correct it"
         ) from error
 
@@ -203,7 +208,7 @@ def _find_file(source: str, import_dir: Path | None) -> Path | None:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         lines = enumerate(file, start=1)
         while True:
             try:
@@ -216,13 +221,79 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 continue
             place = f"{path}, line {number}"
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                row = json.loads(line, object_pairs_hook=_object, parse_constant=_no_constant)
+            except (ValueError, RecursionError) as error:
+                why = str(error)
+                if isinstance(error, json.JSONDecodeError):
+                    why = f"{error.msg} at column {error.colno}"
+                elif isinstance(error, RecursionError):
+                    why = f"lists and objects are nested deeper than {_MAX_DEPTH}"
                 raise SettingsError(
-                    f"{place}: not JSON ({error.msg} at column {error.colno}): "
+                    f"{place}: not JSON ({why}): "
                     f"{line.strip()[:80]!r}; write one JSON object per line"
                 ) from error
             yield place, row
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {twice!r} is given twice")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def refuse_unstorable(content: object, place: str) -> None:
+    """Refuse what JSON and MessagePack do not hold alike, because the run would lose or change it.
+
+    Raises:
+        SettingsError: names the field and what is allowed.
+    """
+    waiting: list[tuple[str, object, int]] = [("", content, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        why = _why_unstorable(value, depth)
+        if why:
+            raise SettingsError(f"{place}: {storable(name)[:200] or 'the task'} {why}")
+        if isinstance(value, Mapping):
+            waiting += [(f"{name}.{key}".lstrip("."), one, depth + 1) for key, one in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [(f"{name}[{index}]", one, depth + 1) for index, one in enumerate(value)]
+
+
+def _why_unstorable(value: object, depth: int) -> str:
+    """What is wrong with a value, apart from what it holds; empty: nothing."""
+    match value:
+        case bool() | None:
+            return ""
+        case str() if not _has_utf8(value):
+            return "holds half of a surrogate pair; text that UTF-8 can hold is allowed"
+        case int() if not _MIN_INT <= value <= _MAX_INT:
+            return "is a whole number of more than 64 bits; write it as a string"
+        case float() if not math.isfinite(value):
+            return f"is {value}; a finite number is allowed, or null"
+        case str() | int() | float():
+            return ""
+        case dict() | list() | tuple() if depth >= _MAX_DEPTH:
+            return f"is nested deeper than {_MAX_DEPTH} lists and objects; write it as a string"
+        case dict():
+            wrong = [key for key in value if not isinstance(key, str) or not _has_utf8(key)]
+            return f"has the name {wrong[0]!r}; names are text that UTF-8 can hold" if wrong else ""
+        case list() | tuple():
+            return ""
+    return (
+        f"is a {type(value).__name__}, which cannot be written as JSON; use strings, numbers, "
+        "lists and objects"
+    )
+
+
+def _has_utf8(text: str) -> bool:
+    return storable(text) is text
 
 
 def _task(row: object, place: str) -> Task:
@@ -242,14 +313,8 @@ def _task(row: object, place: str) -> Task:
         raise SettingsError(f"{place}: priority={priority!r}; a whole number is allowed")
     if not isinstance(fields, dict) or not fields:
         raise SettingsError(f"{place}: payload={fields!r}; a non-empty object is allowed")
-    try:
-        digest = content_hash(fields)
-        json.dumps(fields, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise SettingsError(
-            f"{place}: the task cannot be written as JSON ({error}); "
-            "use strings, numbers, lists and objects"
-        ) from error
+    refuse_unstorable(fields, place)
+    digest = content_hash(fields)
     deadline_s = fields.get("deadline_s", 1.0)
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
         raise SettingsError(
@@ -258,9 +323,9 @@ def _task(row: object, place: str) -> Task:
         )
     if task_id is None:
         task_id = digest[:_ID_CHARS]
-    if not isinstance(task_id, str) or not 0 < len(task_id) <= 200:
+    if not isinstance(task_id, str) or not 0 < len(task_id) <= 200 or not task_id.isprintable():
         raise SettingsError(
-            f"{place}: task_id={task_id!r}; a string of 1 to 200 characters is allowed"
+            f"{place}: task_id={task_id!r}; a string of 1 to 200 printable characters is allowed"
         )
     return Task(task_id=task_id, payload=fields, priority=priority)
 

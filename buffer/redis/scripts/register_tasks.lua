@@ -11,7 +11,8 @@
 local was = redis.call('HMGET', STATE, 'tasks_digest', 'num_tasks')
 if was[1] and was[1] ~= ARGV[2] then
   return {'conflict', 'the run already has other tasks; a run keeps its tasks and their order. '
-    .. 'Choose another run.name'}
+    .. 'Choose another run.name; if a function makes the tasks, let it make the same ones at every '
+    .. 'call, for example by a seed'}
 end
 if ARGV[5] == 'begin' then
   redis.call('HSET', STATE, 'tasks_digest', ARGV[2])

@@ -49,6 +49,21 @@ async def test_a_repeated_close_has_the_same_key(router: Any, fake_module: Modul
     assert router.closes["ep-9"]["reward"] == {"value": 0.5, "components": {"form": 1.0}}
 
 
+@pytest.mark.parametrize("status", [400, 404, 409, 413, 422])
+async def test_tasks_that_the_router_refuses_stop_the_run_at_once(
+    status: int, router: Any, fake_module: ModuleType
+) -> None:
+    """A runner that is started again would be refused again."""
+    router.refusals = {"/tasks": [status] * 9, "/trajectories": [status] * 9}
+    task = Task(task_id="t", payload={"q": "a"})
+    async with client(router, fake_module) as control:
+        with pytest.raises(SettingsError, match=f"status={status}: scripted refusal"):
+            await control.register_tasks([task], [])
+        with pytest.raises(SettingsError, match=f"status={status}: scripted refusal"):
+            await control.put_trajectories([{"messages": []}], key="k", final=True)
+    assert len(router.refusals["/tasks"]) == len(router.refusals["/trajectories"]) == 8
+
+
 async def test_a_router_that_is_not_ready_is_no_error(router: Any, fake_module: ModuleType) -> None:
     """A claim's 503 with Retry-After becomes the reason not_ready."""
     router.refusals["/tasks/claim"] = [503]

@@ -1,13 +1,17 @@
 """Where tasks come from, what identifies them, and how they are held apart."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outloop.buffer.codec.records_codec import decode_task, encode_task
 from outloop.buffer.errors import SettingsError
+from outloop.buffer.records import Task
 from outloop.buffer.settings import Settings
 from outloop.buffer.settings.env import EvalSuiteSettings
 from outloop.envs.tasks.splits import content_hash, split_of
@@ -47,6 +51,19 @@ def test_rows_are_payloads_or_tasks_with_an_id(folder: Path) -> None:
         ('{"payload": 3}', ["line 2", "payload=3"]),
         ('{"task_id": 7, "q": "a"}', ["line 2", "task_id=7", "string"]),
         ('{"q": NaN}', ["line 2", "JSON"]),
+        ('{"q": [1, -Infinity]}', ["line 2", "-Infinity"]),
+        ('{"q": [1, 1e999]}', ["line 2", "q[1] is inf"]),
+        ('{"question": "\\ud83d broken"}', ["line 2", "question holds half"]),
+        ('{"a": {"b": ["\\udc00"]}}', ["line 2", "a.b[0] holds half"]),
+        ('{"\\ud800": 1}', ["line 2", "has the name"]),
+        ('{"a": 15511210043330985984000000}', ["line 2", "a is a whole number", "string"]),
+        ('{"a": -9223372036854775809}', ["line 2", "a is a whole number", "string"]),
+        ('{"a": ' + "9" * 5000 + "}", ["line 2", "digits"]),
+        ('{"a": ' + "[" * 3000 + "]" * 3000 + "}", ["line 2", "nested deeper than 64"]),
+        ('{"a": ' + "[" * 70 + "]" * 70 + "}", ["line 2", "nested deeper than 64"]),
+        ('{"q": "a", "q": "b"}', ["line 2", "'q' is given twice"]),
+        ('{"task_id": "a\\u0000b", "q": "a"}', ["line 2", "task_id=", "printable"]),
+        ('{"task_id": "\\ud800", "q": "a"}', ["line 2", "task_id=", "printable"]),
         ('{"task_id": "first", "q": "other"}', ["line 2", "task_id='first'", "another task"]),
     ],
 )
@@ -59,11 +76,37 @@ def test_a_malformed_line_is_named(line: str, words: list[str], folder: Path) ->
     assert "t.jsonl" in str(caught.value)
 
 
+@pytest.mark.parametrize("made", ["float('nan')", "{1: 2}", "b'x'", "object()", "{'x': {1, 2}}"])
+def test_what_a_function_makes_is_checked_like_a_file(made: str, folder: Path) -> None:
+    """With the item's number and the field."""
+    source = f"def tasks():\n    return [{{'q': 'a'}}, {{'deep': [{made}]}}]\n"
+    (folder / "made_tasks.py").write_text(source)
+    with pytest.raises(SettingsError, match=r"item 1: deep\[0\]"):
+        load("made_tasks:tasks")
+
+
+def test_whatever_passes_the_check_can_be_stored(folder: Path) -> None:
+    """As JSON to the router, and as MessagePack."""
+    rows = [
+        {"a": 2**64 - 1, "b": -(2**63), "c": 1e308, "d": "\U0001f600", "e": None, "f": [[{}]]},
+        {"a": json.loads("[" * 60 + "]" * 60)},
+    ]
+    text = "\n".join(json.dumps(row, ensure_ascii=number > 0) for number, row in enumerate(rows))
+    (folder / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    loaded = load("t.jsonl")
+    assert [payload for _, payload in loaded] == rows
+    for task_id, payload in loaded:
+        sent = msgspec.json.decode(json.dumps(payload).encode(), type=dict[str, object])
+        stored = encode_task(Task(task_id=task_id, payload=sent))
+        assert decode_task(stored).payload == payload
+
+
 def test_bytes_that_are_no_text_are_a_sentence(folder: Path) -> None:
     """A file in another encoding is refused by name."""
-    (folder / "t.jsonl").write_bytes(b'{"q": "\xff\xfe"}\n')
-    with pytest.raises(SettingsError, match="not UTF-8"):
-        load("t.jsonl")
+    for data in (b'{"q": "\xff\xfe"}\n', '{"q": "a"}\n'.encode("utf-16")):
+        (folder / "t.jsonl").write_bytes(data)
+        with pytest.raises(SettingsError, match="not UTF-8"):
+            load("t.jsonl")
 
 
 def test_missing_and_empty_sources_are_sentences(folder: Path) -> None:
