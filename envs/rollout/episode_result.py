@@ -53,6 +53,8 @@ class EpisodeResult:
     """True: the settings do not allow what the function did; the run stops with `error`."""
     is_bad_reward: bool = False
     """True: the agent played, but the verifier returned no usable reward."""
+    is_before_calls: bool = False
+    """True: the agent failed before its first model call, so the policy had no part in it."""
 
     def __post_init__(self) -> None:
         for name in ("error", "output", "error_type", "place", "trace"):

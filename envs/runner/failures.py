@@ -72,6 +72,7 @@ class FailureLog:
         """How many episodes had ended when one started, by its id."""
         self._num_closed = 0
         self._num_failed = 0
+        self._num_before_calls = 0
         self._warn_at = _MIN_FAILURES
 
     def start(self, episode_id: str) -> None:
@@ -109,6 +110,7 @@ class FailureLog:
         self._playing.pop(episode_id, None)
         self._num_closed += 1
         self._num_failed += 1
+        self._num_before_calls += ending.is_before_calls
         self._last.append((ending, episode_id))
         signature = _signature_of(ending)
         self._counts[signature] += 1
@@ -147,13 +149,14 @@ class FailureLog:
         )
 
     def _refuse_broken_environment(self, ending: EpisodeResult, count: int) -> None:
-        if ending.failure_kind == "environment" and count == self._num_closed == (
-            _NUM_FIRST_EPISODES
-        ):
+        num_unscored = self.counts().get("num_failed_environment", 0)
+        if num_unscored == self._num_closed == _NUM_FIRST_EPISODES:
+            which = "the same failure" if count == num_unscored else "a failure"
+            whose = "of the agent" if ending.is_before_calls else "of the environment"
             raise SettingsError(
-                f"each of the first {self._num_closed} episodes ended with the same failure of "
-                f"the environment: {ending.error}; none of them can be scored. Correct what "
-                "raised it, and start again"
+                f"each of the first {self._num_closed} episodes ended with {which} {whose}: "
+                f"{ending.error}; none of them can be scored. Correct what raised it, and start "
+                "again"
             )
 
     def _refuse_equal_failures(self) -> None:
@@ -175,6 +178,8 @@ class FailureLog:
     def counts(self) -> dict[str, int]:
         """How many episodes ended, and how many failures of each kind were among them."""
         found = {"num_closed": self._num_closed}
+        if self._num_before_calls:
+            found["num_failed_before_calls"] = self._num_before_calls
         for (kind, _, _), count in self._counts.items():
             found[f"num_failed_{kind}"] = found.get(f"num_failed_{kind}", 0) + count
         return found

@@ -53,6 +53,16 @@ class OpenedClaim:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeCalls:
+    """The model calls of an episode."""
+
+    num_turns: int
+    num_calls: int
+    """Turns, refused calls, and calls that have no answer yet."""
+    refusals: Refusals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Claimed:
     """What there is to play; `reason` says why there is nothing."""
 
@@ -206,17 +216,20 @@ class RouterClient:
         )
         return bool(answer.get("counted", True))
 
-    async def read_calls(self, episode_id: str) -> tuple[int, Refusals] | None:
-        """The number of an episode's turns and the calls that were refused; None if the router does
-        not know it."""
+    async def read_calls(self, episode_id: str) -> EpisodeCalls | None:
+        """The model calls of an episode; None if the router does not know it."""
         assert self._session is not None, "use `async with RouterClient(...)`"
         try:
             async with self._session.get(f"{self.url}/episodes/{episode_id}") as response:
                 if response.status != 200:
                     return None
                 found = await response.json()
-                return len(found["turns"]), msgspec.convert(found["refusals"], Refusals)
-        except (aiohttp.ClientError, TimeoutError, ValueError):
+                return EpisodeCalls(
+                    num_turns=len(found["turns"]),
+                    num_calls=int(found["num_calls"]),
+                    refusals=msgspec.convert(found["refusals"], Refusals),
+                )
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
             return None
 
     async def put_trajectories(

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from outloop.envs.command_agent.confinement import hidden_paths
 from outloop.envs.rollout.episode_result import EpisodeResult, failed
 from outloop.envs.runner.conversation_upload import submit_conversations
 from outloop.envs.runner.failures import FailureLog
+from outloop.envs.runner.outage import Outage
 from outloop.envs.runner.router_client import OpenedClaim, RouterClient
 from outloop.envs.runner.worker_pool import InProcess, Players, WorkerPool
 from outloop.envs.tasks.task_files import load_run_tasks
@@ -145,9 +147,10 @@ class Runner:
         self._has_warning = asyncio.Event()
         self._num_bad_rewards = 0
         self._num_silent: int | None = 0
-        self._has_said_refused = False
         """Completed episodes without a model call so far; None once one has made a call."""
+        self._has_said_refused = False
         self._backoff_s = 0.0
+        self._outage = Outage()
         self._runner_id = uuid.uuid4().hex
 
     async def play_all(self, *, ends_when_finished: bool = True) -> None:
@@ -200,7 +203,8 @@ class Runner:
         free = self._players.num_free()
         if self._players.kind == "batch":
             return free
-        return min(self._settings.env.max_concurrent_episodes - len(self._playing), free)
+        free = min(self._settings.env.max_concurrent_episodes - len(self._playing), free)
+        return min(free, self._outage.num_allowed(time.monotonic()))
 
     async def _wait_for_slots(self) -> None:
         """Wait until episodes end, and longer after failures."""
@@ -220,6 +224,7 @@ class Runner:
             endings = await self._players.play(some, deadlines)
             for opened, deadline, ending in zip(some, deadlines, endings, strict=True):
                 self._failures.start(opened.episode_id)
+                self._outage.start(opened.episode_id, time.monotonic())
                 task = asyncio.create_task(
                     self._play_and_close(opened, deadline, ending), name=opened.episode_id
                 )
@@ -268,9 +273,29 @@ class Runner:
             with suppress(OutloopError, TimeoutError):
                 await asyncio.wait_for(self._close(opened, ending), _CANCEL_S)
             raise
+        ending = await self._unless_before_calls(ending, opened.episode_id)
         ending = await self._close(opened, ending)
         self._count(ending, opened.episode_id)
         await self._refuse_silence(ending, opened.episode_id)
+
+    async def _unless_before_calls(self, ending: EpisodeResult, episode_id: str) -> EpisodeResult:
+        """The result; a failure of the environment if the agent failed before any model call.
+
+        Such a failure cannot depend on the policy. A reward for it would be noise in its group. An
+        episode that was cut off at a limit keeps its result.
+        """
+        if ending.failure_kind != "agent" or ending.outcome != "failed":
+            return ending
+        calls = await self._router.read_calls(episode_id)
+        if calls is None or calls.num_calls:
+            return ending
+        return replace(
+            ending,
+            failure_kind="environment",
+            reward=None,
+            error=f"{ending.error} (before its first model call)",
+            is_before_calls=True,
+        )
 
     async def _close(self, opened: OpenedClaim, ending: EpisodeResult) -> EpisodeResult:
         """Close an episode; returns its result, which is a failure if the router refuses it."""
@@ -299,6 +324,9 @@ class Runner:
             SettingsError: the user's code asks for what the settings refuse, or gives no reward
                 many times in a row.
         """
+        self._outage.end(
+            episode_id, time.monotonic(), has_failed=ending.failure_kind == "environment"
+        )
         if ending.failure_kind is None:
             self._num_bad_rewards = 0
             self._backoff_s = 0.0
@@ -341,8 +369,8 @@ class Runner:
         calls = await self._router.read_calls(episode_id)
         if calls is None or self._num_silent is None:
             return
-        num_turns, refusals = calls
-        if num_turns:
+        refusals = calls.refusals
+        if calls.num_turns:
             self._num_silent = None
             return
         self._num_silent += 1

@@ -31,6 +31,7 @@ from outloop.buffer.records import (
     Claim,
     ClaimResult,
     CloseResult,
+    OpenEpisode,
     Opening,
     Reward,
     Task,
@@ -226,6 +227,7 @@ class RunnerRoutes:
             {
                 "opening": msgspec.to_builtins(loaded.opening),
                 "turns": [_turn(turn) for turn in loaded.turns],
+                "num_calls": self._num_calls(episode_id, loaded),
                 "is_closed": loaded.is_closed,
                 "outcome": loaded.outcome,
                 "failure_kind": loaded.failure_kind,
@@ -236,6 +238,12 @@ class RunnerRoutes:
                 "resumes": loaded.resumes,
             },
         )
+
+    def _num_calls(self, episode_id: str, loaded: OpenEpisode) -> int:
+        """The number of model calls, those that were refused or have no answer yet included."""
+        live = self._episodes.known(episode_id)
+        num_asked = 0 if live is None else live.num_asked
+        return max(len(loaded.turns), num_asked) + sum(loaded.refusals.counts.values())
 
     async def reward(self, exchange: Exchange) -> None:
         """`POST /episodes/{id}/reward`: score an episode; 410 when its group has sealed."""

@@ -197,6 +197,7 @@ class TurnService:
         if not is_retry:
             self._admit(turn)
         episode.turns.setdefault(retry_key, []).append(turn)
+        episode.num_asked += 1
         self._turns.add(turn)
         turn.task = self._tasks.create_task(self._run(turn))
         turn.task.add_done_callback(lambda _: self._settle(turn))

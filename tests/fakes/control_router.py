@@ -206,7 +206,9 @@ class FakeRouter:
         if refusal := self._refuse(request):
             return refusal
         num_turns = self.turns[request.match_info["id"]] if self.counts_turns else 1
-        return web.json_response({"turns": [{}] * num_turns, "refusals": self.refused_calls})
+        num_refused = sum(self.refused_calls.get("counts", {}).values())
+        found = {"turns": [{}] * num_turns, "refusals": self.refused_calls}
+        return web.json_response(found | {"num_calls": num_turns + num_refused})
 
     async def _put_trajectories(self, request: web.Request) -> web.Response:
         if refusal := self._refuse(request):

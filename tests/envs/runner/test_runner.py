@@ -572,3 +572,76 @@ async def test_a_few_failures_stop_nothing(router: Any, play_with: PlayWith) -> 
     )
     await play_with(router, source)
     assert len(router.closes) == 100
+
+
+async def test_an_agent_that_fails_before_a_call_is_no_zero_in_its_group(
+    router: Any, play_with: PlayWith
+) -> None:
+    """Such a failure cannot depend on the policy: it gets no reward. After a call it is a result,
+    and so is a deadline."""
+    router.num_episodes, router.counts_turns, router.deadline_s = 30, True, 2.0
+    source = """
+import asyncio
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+async def play(task, episode):
+    number = int(episode.episode_id[3:])
+    if number % 10 == 1:
+        raise ConnectionError("the database is away")
+    if number == 12:
+        await asyncio.sleep(60)
+    await episode.client.chat.completions.create(model="policy", messages=MESSAGES)
+    if number % 10 == 3:
+        raise ValueError("a malformed answer")
+    return 1.0
+"""
+    await play_with(router, source)
+    kinds = [router.closes[f"ep-{number}"]["failure_kind"] for number in range(30)]
+    assert [kinds[number] for number in (1, 11, 21)] == ["environment"] * 3
+    assert router.closes["ep-1"]["reward"] is None
+    assert "the database is away" in router.closes["ep-1"]["error"]
+    assert "(before its first model call)" in router.closes["ep-1"]["error"]
+    assert [kinds[number] for number in (3, 12, 13, 23)] == ["agent"] * 4
+    assert router.closes["ep-12"]["outcome"] == "truncated"
+
+
+async def test_an_agent_that_always_fails_before_a_call_stops_the_run(
+    router: Any, play_with: PlayWith
+) -> None:
+    """With the cause and its place."""
+    router.num_episodes, router.counts_turns = 200, True
+    source = "async def play(task, episode):\n    return 1 / 0\n"
+    with pytest.raises(SettingsError, match=r"ZeroDivisionError: .* at .*user.py:2"):
+        await play_with(router, source, max_concurrent_episodes=8)
+    assert len(router.closes) < 40
+
+
+async def test_an_environment_that_is_away_for_a_while_costs_few_attempts(
+    router: Any, play_with: PlayWith
+) -> None:
+    """While all attempts fail alike, one at a time looks whether it is back."""
+    router.num_episodes = 120
+    source = """
+import asyncio
+import time
+from pathlib import Path
+
+from outloop.buffer.errors import EnvironmentFailure
+
+
+async def play(task, episode):
+    await asyncio.sleep(0.01)
+    if int(episode.episode_id[3:]) >= 40:
+        file = Path("began")
+        if not file.exists():
+            file.touch()
+        if time.time() < file.stat().st_mtime + 3.0:
+            raise EnvironmentFailure("connection refused")
+    return 1.0
+"""
+    await play_with(router, source, max_concurrent_episodes=8, timeout_s=60)
+    kinds = router.closed("failure_kind")
+    assert len(kinds) == 120
+    assert 4 <= kinds.count("environment") <= 8 + 10
