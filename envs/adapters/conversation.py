@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from outloop.buffer.errors import EnvironmentFailure, SettingsError
-from outloop.buffer.records import Task
+from outloop.buffer.errors import EnvironmentFailure, RecordError, SettingsError
+from outloop.buffer.records import Reward, Task
 from outloop.envs.rollout.episode import Episode
 
 Value = TypeVar("Value")
@@ -21,8 +21,9 @@ class Observation:
     """What an environment shows after its start or an action."""
 
     text: str
-    reward: float = 0.0
-    """Of the action that led here; an episode's reward is the sum."""
+    reward: float | None = 0.0
+    """Of the action that led here; an episode's reward is the sum. None: the environment gave none,
+    which it may do until it is done."""
     is_done: bool = False
 
 
@@ -74,7 +75,7 @@ async def play_conversation(
         messages.append({"role": "system", "content": instructions})
     try:
         observation = await environment.reset()
-        total, num_actions, num_invalid = observation.reward, 0, 0
+        total, num_actions, num_invalid = observation.reward or 0.0, 0, 0
         shown = observation.text
         while not observation.is_done and num_actions < max_actions:
             messages.append({"role": "user", "content": shown})
@@ -93,8 +94,12 @@ async def play_conversation(
                 shown = str(error)
                 continue
             num_actions += 1
-            total += observation.reward
+            total += observation.reward or 0.0
             shown = observation.text
+        if observation.is_done and observation.reward is None:
+            raise EnvironmentFailure(
+                f"task_id={episode.task.task_id!r}: the environment is done and gave no reward"
+            )
         return total
     finally:
         await environment.close()
@@ -113,6 +118,18 @@ def field(task: Task, name: str, kind: type[Value], default: Value | None = None
             f"{name!r} of type {kind.__name__}"
         )
     return value
+
+
+def reward_of(value: object, source: str) -> float:
+    """A reward that an environment gave, as a number.
+
+    Raises:
+        EnvironmentFailure: it is none, not finite, or beyond what a reward may be.
+    """
+    try:
+        return Reward(value=value).value  # type: ignore[arg-type]  # what it refuses is asked
+    except RecordError as error:
+        raise EnvironmentFailure(f"{source}: {error}") from error
 
 
 def environment_failure(what: str, error: BaseException) -> EnvironmentFailure:

@@ -27,6 +27,7 @@ from outloop.envs.adapters.conversation import (
     environment_failure,
     field,
     play_conversation,
+    reward_of,
 )
 from outloop.envs.rollout.episode import Episode
 
@@ -125,7 +126,9 @@ class _Game:
         except Exception as error:  # an environment may raise anything
             raise environment_failure(f"step of env_id={self._env_id!r}", error) from error
         return Observation(
-            text=str(observation), reward=float(reward), is_done=bool(terminated or truncated)
+            text=str(observation),
+            reward=reward_of(reward, f"step of env_id={self._env_id!r}"),
+            is_done=bool(terminated or truncated),
         )
 
     async def close(self) -> None:

@@ -31,6 +31,7 @@ from outloop.envs.adapters.conversation import (
     Observation,
     field,
     play_conversation,
+    reward_of,
 )
 from outloop.envs.rollout.episode import Episode
 
@@ -204,12 +205,16 @@ class _Environment:
         try:
             observation = content["observation"]
             shown = observation[self._observation] if self._observation else observation
-            reward = content["reward"]
+            reward, is_done = content["reward"], content["done"]
+            if not isinstance(is_done, bool):
+                raise TypeError(f"done={is_done!r}")
             return Observation(
                 text=shown if isinstance(shown, str) else json.dumps(shown),
-                reward=0.0 if reward is None else float(reward),
-                is_done=bool(content["done"]),
+                reward=None if reward is None else reward_of(reward, "reward"),
+                is_done=is_done,
             )
+        except EnvironmentFailure as error:
+            raise self._failure(str(error)) from error
         except (KeyError, TypeError, ValueError) as error:
             raise self._failure(
                 f"malformed observation ({type(error).__name__}: {error}): {str(content)[:200]}"

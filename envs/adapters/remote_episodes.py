@@ -18,7 +18,6 @@ Fits systems with one HTTP request per episode that name the model's endpoint in
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,7 +25,10 @@ import aiohttp
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.records import Task
-from outloop.envs.adapters.conversation import field
+from outloop.envs.adapters.conversation import (
+    field,
+    reward_of,
+)
 from outloop.envs.rollout.episode import Episode
 
 
@@ -122,10 +124,11 @@ class RemoteEpisodes:
         components = _at(found, path, url) if path else {}
         if not isinstance(components, dict):
             raise EnvironmentFailure(f"{url}: components={components!r} is no JSON object")
-        for name, value in components.items():
-            _number(value, name, url)
+        numbers: dict[str, Any] = {
+            name: _number(value, f"{url}: {name}") for name, value in components.items()
+        }
         reward = field(task, "reward", str, "reward")
-        episode.score(_number(_at(found, reward, url), reward, url), **components)
+        episode.score(reward_of(_at(found, reward, url), f"{url}: {reward}"), **numbers)
 
 
 def _filled(value: Any, values: Mapping[str, Any]) -> Any:
@@ -156,9 +159,6 @@ def _at(found: Any, path: str, url: str, default: Any = _MISSING) -> Any:
     return found
 
 
-def _number(value: Any, name: str, url: str) -> float:
-    if isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise EnvironmentFailure(f"{url}: {name}={value!r} is no finite number")
-    return float(value)
+def _number(value: Any, source: str) -> float:
+    """A component; whether something holds is 0 or 1."""
+    return reward_of(float(value) if isinstance(value, bool) else value, source)

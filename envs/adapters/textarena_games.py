@@ -24,6 +24,7 @@ from outloop.envs.adapters.conversation import (
     environment_failure,
     field,
     play_conversation,
+    reward_of,
 )
 from outloop.envs.rollout.episode import Episode
 
@@ -143,8 +144,13 @@ class _Game:
                 model=self._opponent, messages=[{"role": "user", "content": text}]
             )
             is_done = self._act(answer.choices[0].message.content or "")
-        rewards, _ = self._env.close()
-        return Observation(text="", reward=float(rewards[self._seat]), is_done=True)
+        try:
+            rewards, _ = self._env.close()
+            reward = rewards[self._seat]
+        except Exception as error:  # a game may raise anything
+            raise environment_failure(f"close of env_id={self._env_id!r}", error) from error
+        checked = reward_of(reward, f"close of env_id={self._env_id!r}")
+        return Observation(text="", reward=checked, is_done=True)
 
     def _act(self, action: str) -> bool:
         try:
