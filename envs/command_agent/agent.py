@@ -43,8 +43,10 @@ _log = structlog.get_logger()
 _SETTING = "env.agent_command"
 _READY_S = 30.0
 """An endpoint that does not answer for so long is away; one that answers later was only busy."""
-_REMOVAL_S = 2.0
+_REMOVAL_S = 10.0
 """How long an episode waits for the removal of its folder, which then goes on beside others."""
+_MARGIN_S = 1.0
+"""It waits no longer than until so long before its deadline, when its result would be lost."""
 _OWN_PLACEHOLDERS = (
     *("task_file", "episode_dir", "project_dir"),
     *("episode_id", "task_id", "base_url"),
@@ -145,7 +147,8 @@ class CommandAgent:
             removal = asyncio.create_task(_remove(root))
             self._removals.add(removal)
             removal.add_done_callback(self._removals.discard)
-            await asyncio.wait([removal], timeout=_REMOVAL_S)
+            left_s = episode.deadline - time.time() - _MARGIN_S
+            await asyncio.wait([removal], timeout=max(0.0, min(_REMOVAL_S, left_s)))
 
     async def _run(
         self, task: Task, episode: Episode, root: Path, folder: Path

@@ -198,6 +198,12 @@ class Confinement:
         for path in sorted(kinds, key=lambda path: len(path.parts)):
             kind = kinds[path]
             around = next((kinds[one] for one in path.parents if kinds.get(one)), "")
+            source = own.get(path, path)
+            if not source.exists():
+                kinds[path] = ""
+                continue
+            if kind == ("show" if around == "show" else "cover"):
+                continue  # It is seen, or not, with what is around it.
             if around != "show":
                 # Bubblewrap makes those for its own user only.
                 parents = [one for one in reversed(path.parents[:-1]) if one not in made]
@@ -205,21 +211,14 @@ class Confinement:
                     word for one in parents for word in ("--perms", "0755", "--dir", str(one))
                 ]
                 made |= dict.fromkeys(parents)
-            if kind == "own":
-                option = "--bind" if own[path].is_dir() else "--ro-bind"
-                words += [option, str(own[path]), str(path)]
-            elif kind == "write":
-                words += ["--bind", str(path), str(path)]
-            elif not path.exists():
-                kinds[path] = ""
-            elif kind == "show" and around != "show":
-                words += ["--ro-bind", str(path), str(path)]
-            elif kind == "cover" and around == "show":
-                if path.is_dir():
-                    covered.append(path)
-                    words += ["--tmpfs", str(path)]
-                else:
-                    words += ["--ro-bind", "/dev/null", str(path)]
+            if kind == "cover" and path.is_dir():
+                covered.append(path)
+                words += ["--tmpfs", str(path)]
+            elif kind == "cover":
+                words += ["--ro-bind", "/dev/null", str(path)]
+            else:
+                is_written = kind == "write" or (kind == "own" and source.is_dir())
+                words += ["--bind" if is_written else "--ro-bind", str(source), str(path)]
         return covered, words
 
     def _probe(self, program: str) -> None:

@@ -73,6 +73,7 @@ class FakeRouter:
         self.counts_turns = False
         """False: every episode is said to have made a model call."""
         self.health_status = 200
+        self.health_delay_s = 0.0
         self.most_open = 0
         self.url = ""
         self._next = 0
@@ -191,6 +192,7 @@ class FakeRouter:
         return web.json_response({"counted": True, "sealed_group": None})
 
     async def _health(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self.health_delay_s)
         return web.json_response({}, status=self.health_status)
 
     async def _seen(self, request: web.Request) -> web.Response:

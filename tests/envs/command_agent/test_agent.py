@@ -159,6 +159,17 @@ async def test_a_program_that_fails_while_the_router_is_away_is_repeated(
     assert router.closed("reward") == [None] * 4
 
 
+async def test_a_program_that_keeps_the_router_busy_is_to_blame_for_its_end(
+    router: Any, play_program: Any
+) -> None:
+    """A router that answers late is there: an agent's own load is no outage."""
+    router.num_episodes = 1
+    router.health_delay_s = 6.0
+    await play_program(router, "raise SystemExit(1)\n")
+    assert router.closed("failure_kind") == ["agent"]
+    assert [reward["value"] for reward in router.closed("reward")] == [0.1]
+
+
 RUNAWAY = """
 import os, subprocess, sys, time
 
