@@ -444,6 +444,23 @@ class BufferReader:
             num_mixed=int(num_mixed or 0),
         )
 
+    def is_evaluated(self, policy_version: int) -> bool:
+        """True while an evaluation of this version has episodes that are not over."""
+        what = f"looking for evaluations of policy_version={policy_version}"
+        with translated(what):
+            names: Any = self._client.lrange(self._key("evals"), 0, -1)
+            with self._client.pipeline(transaction=False) as pipeline:
+                for name in names:
+                    pipeline.hmget(
+                        self._key(f"eval:{name.decode()}"), ["policy_version", "done", "total"]
+                    )
+                found = pipeline.execute()
+        return any(
+            int(version) == policy_version and int(done) < int(total)
+            for version, done, total in found
+            if version is not None and done is not None and total is not None
+        )
+
     def eval_episodes(self, name: str) -> tuple[EvalEpisode, ...]:
         """The scored episodes of one of the last evaluations, in the order of their attempts.
 

@@ -54,7 +54,8 @@ class ServerSettings(Section):
     """0: attach to `urls`."""
     num_frozen: int = Field(0, ge=0)
     """Servers beside these that hold earlier versions of the policy, one each: what
-    `policy@VERSION` and `policy@frozen` ask for. What they generate is not trained."""
+    `policy@VERSION` and `policy@frozen` ask for, and what evaluations of such a version are
+    sampled by. What they generate is not trained."""
     frozen_every: int = Field(0, ge=0)
     """Every so many policy versions one is kept for them; each of them holds the newest of its
     own. 0: the first alone."""

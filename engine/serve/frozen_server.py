@@ -1,8 +1,9 @@
 """A server that holds an earlier version of the policy while the run goes on.
 
 It takes no publishes: it loads what the trainer keeps in the run's folder, and moves to a newer
-version when one is kept for it. Before it moves it takes no new turns and lets the running ones
-end. Under the version that it names, only weights of that version are sampled.
+version when one is kept for it and no evaluation of its own goes on. Before it moves it takes no
+new turns and lets the running ones end. Under the version that it names, only weights of that
+version are sampled.
 """
 
 from __future__ import annotations
@@ -67,7 +68,11 @@ class FrozenServer:
             await asyncio.to_thread(self._enter, None)
             while not stop.is_set():
                 due = due_version(server, self._run.dir, self._index)
-                if due is not None and due != held:
+                if (
+                    due is not None
+                    and due != held
+                    and not await asyncio.to_thread(self._is_evaluated, held)
+                ):
                     if held is not None:
                         await self._leave(stop)
                     held = due if await asyncio.to_thread(self._load, due) else None
@@ -76,6 +81,16 @@ class FrozenServer:
         finally:
             await asyncio.to_thread(self._enter, None)
             self._client.close()
+
+    def _is_evaluated(self, policy_version: int | None) -> bool:
+        """Whether an evaluation of this version goes on, whose episodes are sampled here."""
+        if policy_version is None:
+            return False
+        reader = BufferReader.connect(self._run)
+        try:
+            return reader.is_evaluated(policy_version)
+        finally:
+            reader.close()
 
     def _enter(self, policy_version: int | None) -> None:
         """Tell routers which version is here; None: none, so that no turns come."""

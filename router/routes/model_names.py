@@ -75,6 +75,16 @@ class ModelTable:
         assert episode.frozen_version is not None
         return episode.frozen_version
 
+    def version_of_evaluation(self, episode: LiveEpisode) -> int | None:
+        """The version that an episode evaluates, while a server keeps it through publishes; None:
+        none does, or it evaluates nothing."""
+        opening = episode.opening
+        if opening is None or opening.purpose != "eval":
+            return None
+        asked = opening.eval_name.partition(":")[0]
+        is_held = asked.isdecimal() and int(asked) in self._pool.versions
+        return int(asked) if is_held and self._is_kept(int(asked)) else None
+
     def version_of(self, name: str) -> int | None:
         """The version that `name` asks for; None for whichever the run is at.
 

@@ -101,7 +101,10 @@ class TurnRoutes:
         if self._models.is_any_frozen(request.model):
             version = await self._models.frozen_version(episode)
             request = replace(request, policy_version=version, is_any_frozen=True)
-        elif (asked := self._models.version_of(request.model)) is not None:
+        else:
+            asked = self._models.version_of(request.model)
+            if asked is None:
+                asked = self._models.version_of_evaluation(episode)
             request = replace(request, policy_version=asked)
         traceparent = exchange.headers.get(b"traceparent")
         if traceparent is not None:

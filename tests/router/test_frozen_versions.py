@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from fakes.fake_server import FakeServer, serving
+from outloop.buffer.records import Task
 
 
 async def ask(stage, episode, model: str, **fields: object):
@@ -150,3 +151,40 @@ async def test_a_run_is_not_ready_by_an_earlier_version_alone(make_stage) -> Non
     await stage.app.state.parts.pool.refresh()
     assert not stage.app.state.parts.pool.is_ready
     assert (await stage.get("/ready")).status_code == 503
+
+
+async def test_an_evaluation_is_sampled_by_the_version_that_it_evaluates(frozen) -> None:
+    """While a server keeps it: the agent asks for the policy and knows nothing of versions. What is
+    kept by none goes on with the policy as it is, and so do training and evaluations without a
+    version in their names."""
+    tasks = [Task(task_id="t", payload={})], [Task(task_id="e", payload={"n": 1})]
+    await frozen.writer.register_tasks(*tasks)
+    names = ("4:sampled", "2:suite-aime", "3:sampled", "5:sampled")
+    for name in names:
+        version = int(name[0])
+        frozen.buffer.reader.request_eval(
+            name, policy_version=version, num_episodes=2, sampling={}, blocks_training=True
+        )
+    found = (await frozen.writer.claim(key="k", count=20)).claims
+    claims = [one for one in found if one.purpose == "eval"]
+    trained = next(one for one in found if one.purpose == "train")
+    episodes = {
+        (one.eval_name, one.attempt): await frozen.open(
+            purpose="eval", task_id="e", eval_name=one.eval_name, attempt=one.attempt
+        )
+        for one in claims
+    }
+    assert len(episodes) == 8
+    texts = ("version 4", "version 2", "newest", "newest")
+    for name, text in zip(names, texts, strict=True):
+        for _ in range(2):
+            assert text_of(await ask(frozen, episodes[name, 0], "policy")) == text
+    group = {"group_id": trained.group_id, "attempt": trained.attempt}
+    for others in ({"purpose": "eval"}, group):
+        episode = await frozen.open(**others)
+        assert text_of(await ask(frozen, episode, "policy")) == "newest"
+    # It left for a newer one.
+    frozen.frozen[1].version = "8"
+    frozen.buffer.freeze(frozen.frozen[1].url, server_id="frozen-1", version=8)
+    await frozen.app.state.parts.pool.refresh()
+    assert text_of(await ask(frozen, episodes["4:sampled", 1], "policy")) == "newest"

@@ -11,11 +11,12 @@ import pytest
 
 from outloop.buffer.errors import PublishFailed, SettingsError
 from outloop.buffer.reader import BufferReader
-from outloop.buffer.records import ServerEntry
+from outloop.buffer.records import Opening, Reward, ServerEntry, Task
 from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
+from outloop.buffer.writer import BufferWriter
 from outloop.engine.kept_versions import (
     due_version,
     kept_versions,
@@ -155,3 +156,52 @@ def test_settings_that_contradict_are_refused(tree: dict[str, Any], sentence: st
     """Each with what is allowed."""
     with pytest.raises(SettingsError, match=sentence):
         build_settings({"model": {"path": "model"}, **tree}, source="test")
+
+
+async def test_it_stays_while_its_version_is_evaluated(followed: Any, make_model: Any) -> None:
+    """A newer version waits for the last episode of the evaluation; one of another version holds
+    nobody up."""
+    run, reader, _ = followed
+    keep(run.dir, 0, make_model())
+    await holds(reader, 0)
+    writer = await BufferWriter.connect(run)
+    await writer.register_tasks(
+        [Task(task_id="t", payload={"n": 0})], [Task(task_id="e", payload={"n": 1})]
+    )
+    fence = reader.acquire_fence()
+    reader.recover(None, fence=fence)
+    reader.announce_version(0, None)
+    reader.acknowledge_version(0)
+    for name, version in (("0:sampled", 0), ("3:sampled", 3)):
+        reader.request_eval(
+            name, policy_version=version, num_episodes=1, sampling={}, blocks_training=True
+        )
+    assert [reader.is_evaluated(version) for version in (0, 3, 10)] == [True, True, False]
+    keep(run.dir, 10, make_model(seed=1))
+    await asyncio.sleep(2.0)
+    assert (await holds(reader, 0)).policy_version == 0
+    (claim,) = [
+        one for one in (await writer.claim(key="k", count=2)).claims if one.eval_name == "0:sampled"
+    ]
+    opening = Opening(
+        episode_id="e0",
+        task_id="e",
+        group_id=None,
+        attempt=claim.attempt,
+        purpose="eval",
+        deadline_at=1e12,
+        eval_name=claim.eval_name,
+        opened_at=0.0,
+    )
+    await writer.open_episode(opening)
+    await writer.close_episode(
+        "e0",
+        outcome="completed",
+        failure_kind=None,
+        reward=Reward(value=1.0),
+        error="",
+        key="close",
+    )
+    await writer.close()
+    assert not reader.is_evaluated(0)
+    await holds(reader, 10)
