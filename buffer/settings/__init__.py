@@ -84,6 +84,12 @@ class ModelSettings(Section):
 
 
 Governance = Literal["enforce", "record", "reject"]
+_GOVERNED = (
+    *("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "seed", "logit_bias"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("response_format", "tool_choice"),
+)
+"""Parameters of clients that the run governs, by their names here."""
 
 
 class SamplingSettings(Section):
@@ -127,6 +133,14 @@ class SamplingSettings(Section):
                 f"sampling.top_k={self.top_k}: one id has no alternative, and nothing is learned "
                 "from it; -1 or at least 2 is allowed"
             )
+        for name in self.governance_by_parameter:
+            if name not in _GOVERNED:
+                near = difflib.get_close_matches(name, _GOVERNED, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(
+                    f"sampling.governance_by_parameter.{name}: no parameter has that name; {hint}"
+                    f"{', '.join(_GOVERNED)} are allowed"
+                )
         if self.cuts and max(self.top_k, 1) > self.max_support_ids:
             raise ValueError(
                 f"sampling.top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p} with "
@@ -431,9 +445,11 @@ class Settings(Section):
         for name in self.trainer.sources:
             if name not in known:
                 has = ", ".join(known) or "no lists by name"
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
                 raise ValueError(
-                    f"trainer.sources.{name}: env.tasks has {has}; what differs by source needs "
-                    "env.tasks.NAME"
+                    f"trainer.sources.{name}: {hint}env.tasks has {has}; what differs by source "
+                    "needs env.tasks.NAME"
                 )
         if self.trainer.curriculum.every and len(known) < 2:
             raise ValueError(

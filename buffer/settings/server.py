@@ -76,7 +76,7 @@ class ServerSettings(Section):
     """CPU threads of a torch server."""
     start_timeout_s: float = Field(300.0, gt=0)
     """Limit of a server's start; SGLang alone imports for half a minute on an idle machine."""
-    device: str = "cpu"
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """cpu, cuda, or cuda:N for a torch server on the Nth device that it sees."""
     gpus: tuple[int, ...] = ()
     """CUDA devices of this machine for the servers, tensor_parallel_size each, in their order;

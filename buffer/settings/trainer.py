@@ -332,7 +332,7 @@ class TrainerSettings(Section):
     """For a batch of groups; then the run fails with what it waited for."""
     resume: bool = True
     """Go on from the newest checkpoint of the run's folder."""
-    device: str = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """auto: CUDA where torch offers it, else the CPU. "cuda:N": the Nth device that the process
     sees, for one rank; several ranks are placed by `gpus`."""
     gpus: tuple[int, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from outloop.buffer.settings import Settings
 from outloop.buffer.tls import check_certificate
 from outloop.buffer.trackers.tracker import check_tracker
 from outloop.buffer.trajectories.trained import keeps_trajectories
+from outloop.buffer.user_code import nearest
 from outloop.engine.launch.nccl_release import check_nccl
 from outloop.engine.publish.handed_over_memory import refuse_servers_elsewhere
 from outloop.engine.serve.sglang.arguments import check_arguments
@@ -71,6 +73,8 @@ def check_settings(settings: Settings, *, plays: bool = True) -> None:
         SettingsError: with the sentence that says what to change.
     """
     _check_watchers(settings)
+    _check_files(settings)
+    _check_variables(settings)
     for section, endpoint in (("router", settings.router), ("server", settings.server)):
         check_certificate(section, endpoint, ca_file=settings.run.tls_ca_file)
     _check_model(settings)
@@ -97,6 +101,55 @@ def _check_watchers(settings: Settings) -> None:
         )
     if settings.alarms.enabled and settings.alarms.webhook_file is not None:
         read_secret(settings.alarms.webhook_file, "alarms.webhook_file")
+
+
+def _check_files(settings: Settings) -> None:
+    """Files and folders that settings name, other than model.path."""
+    trainer, server, buffer = settings.trainer, settings.server, settings.buffer
+    teacher = trainer.teacher
+    named = {
+        "trainer.reference_path": trainer.reference_path,
+        "trainer.critic.path": trainer.critic.path,
+        "trainer.teacher.path": teacher.path if teacher else None,
+        "trainer.teacher.api_key_file": teacher.api_key_file if teacher else None,
+        "server.api_key_file": server.api_key_file,
+        "server.sglang_python": server.sglang_python,
+        "buffer.redis_password_file": buffer.redis_password_file,
+        "buffer.redis_ca_file": buffer.redis_ca_file,
+        "buffer.redis_cert_file": buffer.redis_cert_file,
+        "buffer.redis_cert_key_file": buffer.redis_cert_key_file,
+    }
+    for name, path in named.items():
+        if path is not None and not path.exists():
+            others = [other.name for other in path.absolute().parent.glob("*")]
+            raise SettingsError(
+                f"{name}={str(path)!r} does not exist; {nearest(path.name, others)}give the path "
+                "of what is there"
+            )
+    for path in settings.env.agent_read_only:
+        if not path.exists():
+            raise SettingsError(
+                f"env.agent_read_only={str(path)!r} does not exist; leave it out, or name a folder"
+            )
+
+
+def _check_variables(settings: Settings) -> None:
+    """Variables of the environment that settings name, which parts have from here."""
+    named = {
+        f"router.upstreams.{name}.api_key_env": upstream.api_key_env
+        for name, upstream in settings.router.upstreams.items()
+    }
+    if settings.env.num_runners:
+        named |= {
+            f"env.agent_environment[{number}]": variable
+            for number, variable in enumerate(settings.env.agent_environment)
+        }
+    for name, variable in named.items():
+        if variable is not None and variable not in os.environ:
+            raise SettingsError(
+                f"{name}={variable!r}: the environment has no such variable; "
+                f"{nearest(variable, os.environ)}set it where the command is started"
+            )
 
 
 def _check_model(settings: Settings) -> None:

@@ -10,11 +10,14 @@ import asyncio
 import inspect
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.settings import Settings, build_settings
 from outloop.buffer.settings.env import EnvSettings
 from outloop.buffer.trackers.tracker import factory_of
+from outloop.buffer.user_code import nearest
 from outloop.envs.command_agent.agent import CommandAgent, load_player
 from outloop.envs.command_agent.confinement import hidden_paths
 from outloop.envs.tasks.sft_conversations import load_conversations
@@ -41,7 +44,21 @@ def check_rollout(settings: Settings) -> None:
     found = load_run_tasks(settings)
     if env.agent_command is not None:
         CommandAgent(env, hidden).check_tasks(found.tasks + found.eval_tasks)
+    _check_context_key(settings, [task.payload for task in found.tasks])
     _check_sandboxes(env)
+
+
+def _check_context_key(settings: Settings, payloads: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a key under which no task has a text for the teacher."""
+    teacher = settings.trainer.teacher
+    key = None if teacher is None else teacher.context_key
+    if key is None or not payloads or any(key in payload for payload in payloads):
+        return
+    known = sorted({name for payload in payloads for name in payload})
+    raise SettingsError(
+        f"trainer.teacher.context_key={key!r}: no task has such a field; {nearest(key, known)}"
+        f"tasks have {', '.join(known)}"
+    )
 
 
 def _check_sandboxes(env: EnvSettings) -> None:

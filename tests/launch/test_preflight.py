@@ -300,3 +300,77 @@ def test_a_rate_of_another_size_of_model_is_named(
     sentence = unfit_rate(make_settings(trainer=trainer))
     assert words in sentence
     assert bool(sentence) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"env": {"agent_environment": ["SERCH_KEY"]}},
+            ["env.agent_environment[0]='SERCH_KEY'", "did you mean 'SEARCH_KEY'"],
+        ),
+        (
+            {"router": {"upstreams": {"judge": {"base_url": "http://x", "api_key_env": "SEARCH"}}}},
+            ["router.upstreams.judge.api_key_env='SEARCH'", "did you mean 'SEARCH_KEY'"],
+        ),
+        (
+            {"env": {"agent_read_only": ["nowhere"]}},
+            ["env.agent_read_only='nowhere' does not exist"],
+        ),
+        (
+            {"trainer": {"kl": "k3", "reference_path": "polcy"}},
+            ["trainer.reference_path='polcy' does not exist", "did you mean 'policy'"],
+        ),
+        (
+            {"trainer": {"advantage": "gae", "critic": {"path": "polcy"}}},
+            ["trainer.critic.path='polcy' does not exist", "did you mean 'policy'"],
+        ),
+        (
+            {"trainer": {"teacher": {"path": "polcy"}}},
+            ["trainer.teacher.path='polcy' does not exist", "did you mean 'policy'"],
+        ),
+        (
+            {
+                "trainer": {"teacher": {"context_key": "qestion"}},
+                "buffer": {"drop_zero_signal": False},
+            },
+            ["trainer.teacher.context_key='qestion'", "did you mean 'question'"],
+        ),
+        (
+            {"buffer": {"redis_url": "redis://h", "redis_password_file": "polcy"}},
+            ["buffer.redis_password_file='polcy' does not exist"],
+        ),
+        (
+            {"server": {"num_servers": 0, "urls": ["http://x"], "api_key_file": "keys"}},
+            ["server.api_key_file='keys' does not exist"],
+        ),
+        ({"telemetry": {"trackers": ["wandbb"]}}, ["'wandbb' is unknown", "did you mean 'wandb'"]),
+        ({"env": {"rollout_function_path": "rolout:play"}}, ["did you mean 'rollout'"]),
+        ({"env": {"tasks": "taks.jsonl"}}, ["taks.jsonl"]),
+        ({"env": {"eval_tasks": "taks.jsonl"}, "eval": {"every": 1}}, ["taks.jsonl"]),
+        (
+            {"sampling": {"governance_by_parameter": {"temprature": "record"}}},
+            ["governance_by_parameter.temprature", "did you mean 'temperature'"],
+        ),
+        (
+            {
+                "env": {"tasks": {"easy": {"source": "tasks.jsonl"}}},
+                "trainer": {"sources": {"esay": {}}},
+            },
+            ["trainer.sources.esay", "did you mean 'easy'"],
+        ),
+        ({"server": {"device": "gpu"}}, ["server.device='gpu'"]),
+        ({"trainer": {"device": "cuda:one"}}, ["trainer.device='cuda:one'"]),
+    ],
+)
+def test_a_name_in_a_value_that_names_nothing_is_refused(
+    make_settings: MakeSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, dict[str, Any]],
+    words: list[str],
+) -> None:
+    """Variables, files, fields, parameters, lists, modules and devices, with the nearest name."""
+    monkeypatch.setenv("SEARCH_KEY", "k")
+    with pytest.raises(SettingsError) as refused:
+        check_before_start(make_settings(**changes))
+    assert [word for word in words if word not in str(refused.value)] == []

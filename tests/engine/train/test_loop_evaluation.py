@@ -87,7 +87,7 @@ def test_suites_follow_schedules_of_their_own(setup: MakeRun) -> None:
         ({"suites": {"sampled": {}}}, "none of validation, test, sampled, greedy"),
         ({"suites": {"a b": {}}}, "small letters"),
         ({"suites": {"hard": {}}}, "eval.suites.hard has no tasks"),
-        ({"samples_per_task": 3}, "does not divide num_episodes=128"),
+        ({"num_episodes": 128, "samples_per_task": 3}, "does not divide num_episodes=128"),
     ],
 )
 def test_a_suite_that_cannot_be_played_is_refused(plan: dict[str, Any], words: str) -> None:
