@@ -114,6 +114,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None = None
     wants_logprobs: bool = False
     num_top_logprobs: int = 0
+    wants_token_ids: bool = False
     wants_reasoning: bool = True
     """False: reasoning is generated and recorded but not shown."""
     stream: bool = False
@@ -150,6 +151,8 @@ class TurnResult(msgspec.Struct, frozen=True, kw_only=True):
     stop_text: str | None = None
     """The stop string that ended it."""
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    """Every id that the server was given, where the client asked for ids."""
     num_reasoning_tokens: int = 0
     """Output ids up to the end of the reasoning; 0 also where the format has no ids around it."""
 

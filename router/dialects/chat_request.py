@@ -86,6 +86,8 @@ class ChatRequest(msgspec.Struct):
     response_format: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    return_token_ids: bool | None = None
+    """As vLLM has it."""
     continue_final_message: bool | None = None
     """As SGLang and vLLM have it: the last message is the beginning of the answer."""
 
@@ -131,6 +133,7 @@ def decode(body: bytes) -> TurnRequest:
         seed=fields.seed(chat.seed),
         wants_logprobs=bool(chat.logprobs),
         num_top_logprobs=fields.top_logprobs(chat.top_logprobs, is_asked=bool(chat.logprobs)),
+        wants_token_ids=bool(chat.return_token_ids),
         stream=bool(chat.stream),
         wants_usage=bool(chat.stream_options and chat.stream_options.include_usage),
     )

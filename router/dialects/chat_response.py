@@ -6,8 +6,9 @@ Pure functions of results; the deltas of a stream concatenate to the plain answe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import StringIO
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,12 +23,15 @@ from outloop.router.dialects.base import (
     TurnResult,
 )
 
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
 
 def encode(results: Sequence[TurnResult], request: TurnRequest) -> bytes:
     """The body of a plain answer."""
     first = results[0].turn
     return msgspec.json.encode(
-        {
+        _prompt_ids(results[0])
+        | {
             "id": f"chatcmpl-{first.turn_id}",
             "object": "chat.completion",
             "created": int(first.started_at),
@@ -38,6 +42,7 @@ def encode(results: Sequence[TurnResult], request: TurnRequest) -> bytes:
                     "message": _answer(result.message),
                     "logprobs": _logprobs(result),
                     "finish_reason": result.turn.finish_reason,
+                    **_token_ids(result),
                 }
                 for index, result in enumerate(results)
             ],
@@ -99,13 +104,22 @@ class ChatStream:
                 if rest or (index, number) not in self._called:
                     place = CallPlace(number=number, id=call.id, name=call.name)
                     events.append(self._call(index, place, rest))
-            events.append(
-                self._event(index, {}, finish=result.turn.finish_reason, logprobs=_logprobs(result))
-            )
+            events.append(self._end(index, result))
         if self._wants_usage:
             events.append(fields.event({**self._head, "choices": [], "usage": _usage(results)}))
         events.append(b"data: [DONE]\n\n")
         return b"".join(events)
+
+    def _end(self, index: int, result: TurnResult) -> bytes:
+        """The last event of a choice."""
+        choice = {
+            "index": index,
+            "delta": {},
+            "logprobs": _logprobs(result),
+            "finish_reason": result.turn.finish_reason,
+            **_token_ids(result),
+        }
+        return self._chunk(choice, _prompt_ids(result))
 
     def _call(self, index: int, call: CallPlace, arguments: str) -> bytes:
         piece: dict[str, Any] = {"index": call.number, "function": {"arguments": arguments}}
@@ -117,23 +131,27 @@ class ChatStream:
         pieces.append(arguments)
         return self._event(index, {"tool_calls": [piece]})
 
-    def _event(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        finish: str | None = None,
-        logprobs: dict[str, Any] | None = None,
-    ) -> bytes:
-        choice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": finish,
-        }
-        body: dict[str, Any] = {**self._head, "choices": [choice]}
+    def _event(self, index: int, delta: dict[str, Any]) -> bytes:
+        return self._chunk(
+            {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        )
+
+    def _chunk(self, choice: dict[str, Any], more: Mapping[str, Any] = _NOTHING) -> bytes:
+        body: dict[str, Any] = {**self._head, **more, "choices": [choice]}
         if self._wants_usage:
             body["usage"] = None
         return fields.event(body)
+
+
+def _prompt_ids(result: TurnResult) -> dict[str, Any]:
+    """The ids that the server was given, under vLLM's name, if they were asked for."""
+    return {} if result.prompt_ids is None else {"prompt_token_ids": result.prompt_ids}
+
+
+def _token_ids(result: TurnResult) -> dict[str, Any]:
+    """The ids that were sampled."""
+    is_asked = result.prompt_ids is not None
+    return {"token_ids": result.turn.output_ids.tolist()} if is_asked else {}
 
 
 def _answer(message: Message) -> dict[str, Any]:

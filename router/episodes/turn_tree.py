@@ -46,6 +46,16 @@ class Node:
     """All messages of its request; given up when another turn goes on after it."""
     children: list[Node] = field(default_factory=list)
 
+    @property
+    def path(self) -> list[Node]:
+        """The nodes from the root to this one."""
+        found: list[Node] = []
+        step: Node | None = self
+        while step is not None:
+            found.append(step)
+            step = step.parent
+        return found[::-1]
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How a request is served: new prompt ids after the path of `parent`, and the branch cause."""

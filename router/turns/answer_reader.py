@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from msgspec.structs import replace
 
 from outloop.buffer.records import Turn
@@ -167,6 +168,7 @@ class AnswerReader:
             num_prompt_tokens=before + len(turn.prompt_ids),
             stop_text=stop_text,
             logprobs=logprobs,
+            prompt_ids=_prompt_ids(plan, turn) if request.wants_token_ids else None,
             num_reasoning_tokens=self._num_reasoning(turn) if message.reasoning else 0,
         )
 
@@ -202,6 +204,13 @@ class AnswerReader:
             return None
         text = self._renderer.tokenizer.decode_on(turn.output_ids.tolist())
         return next((stop for stop in turn.sampling.stop if stop in text), None)
+
+
+def _prompt_ids(plan: Plan, turn: Turn) -> tuple[int, ...]:
+    """The ids that a turn was sampled after, from its root on."""
+    before = plan.parent.path if plan.parent is not None else ()
+    earlier = [ids for one in before for ids in (one.turn.prompt_ids, one.turn.output_ids)]
+    return tuple(np.concatenate([*earlier, turn.prompt_ids]).tolist())
 
 
 def _is_prefilled(request: TurnRequest, plan: Plan) -> bool:

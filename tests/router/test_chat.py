@@ -90,3 +90,36 @@ async def test_an_unknown_model_is_refused(stage) -> None:
         )
     assert caught.value.code == "model_not_found"
     assert not stage.server.requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_asks_for_token_ids_is_given_those_of_the_record(stage, stream: bool) -> None:
+    """What the server was given and sampled, through all turns of a branch; nobody else has them."""
+    episode = await stage.open()
+    client = await stage.client(episode)
+    messages = [{"role": "user", "content": "go"}]
+    for number in range(3):
+        stage.says(*["fine"] * (2 if number == 2 else 1))
+        answer = await client.chat.completions.create(
+            model="policy",
+            messages=messages,
+            stream=stream,
+            n=2 if number == 2 else 1,
+            extra_body={"return_token_ids": True},
+        )
+        chunks = [chunk async for chunk in answer] if stream else [answer]
+        given = [c.prompt_token_ids for c in chunks if "prompt_token_ids" in c.model_extra]
+        sampled = {
+            choice.index: choice.token_ids
+            for chunk in chunks
+            for choice in chunk.choices
+            if "token_ids" in choice.model_extra
+        }
+        assert given[0] == given[-1] == stage.server.requests[-1]["input_ids"]
+        recorded = [turn.output_ids.tolist() for turn in stage.turns(episode)[number:]]
+        assert [sampled[index] for index in sorted(sampled)] == recorded
+        messages += [{"role": "assistant", "content": "fine"}, {"role": "user", "content": "on"}]
+    stage.says("fine")
+    body = {"model": "policy", "messages": messages}
+    plain = await stage.post("/v1/chat/completions", body, episode["api_key"])
+    assert "token_ids" not in plain.text

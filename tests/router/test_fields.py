@@ -72,6 +72,7 @@ VALUES = {
     "include": [],
     "stream": True,
     "stream_options": {"include_usage": True},
+    "return_token_ids": True,
     "continue_final_message": True,
     "thinking": {"type": "enabled"},
     "thread": "t",
@@ -84,7 +85,6 @@ PER_DIALECT = {
     ("/v1/messages", "tool_choice"): {"type": "any"},
     ("/v1/responses", "prompt"): {"id": "p"},
     ("/v1/completions", "logprobs"): 2,
-    ("/v1/chat/completions", "continue_final_message"): True,
 }
 ECHOED = {
     "max_tool_calls": 3,
