@@ -44,6 +44,7 @@ async def accepting(
     config = uvicorn.Config(
         app,
         http=connection,
+        ws="none",
         lifespan="off",
         log_config=None,
         timeout_keep_alive=keep_alive_s,

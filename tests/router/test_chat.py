@@ -94,7 +94,7 @@ async def test_an_unknown_model_is_refused(stage) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_asks_for_token_ids_is_given_those_of_the_record(stage, stream: bool) -> None:
-    """What the server was given and sampled, through all turns of a branch; nobody else has them."""
+    """What the server was given and sampled, through all turns of a branch; no other answer has."""
     episode = await stage.open()
     client = await stage.client(episode)
     messages = [{"role": "user", "content": "go"}]

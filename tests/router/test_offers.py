@@ -6,11 +6,12 @@ import itertools
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fakes.live_router import accepting
-from outloop.router.http.endpoint import Exchange
 from outloop.router.http.protocol import ClientConnection
 
 BODY = b'{"said":"%s"}' % (b"x" * 300)
@@ -51,17 +52,23 @@ def segments(data: bytes, name: str) -> list[bytes]:
     return [data[a:b] for a, b in itertools.pairwise(places)]
 
 
-async def served(pieces: list[bytes], count: int) -> list[tuple[str, str]]:
+async def served(
+    pieces: list[bytes], count: int, connection: Any = ClientConnection
+) -> list[tuple[str, str]]:
     """Method with path, and body, of what an app was asked over one connection."""
     asked: list[tuple[str, str]] = []
 
     async def app(scope, receive, send) -> None:
-        exchange = Exchange(scope, receive, send)
-        body = await exchange.body()
+        body, is_all = b"", False
+        while not is_all:
+            message = await receive()
+            body, is_all = body + message["body"], not message["more_body"]
         asked.append((f"{scope['method']} {scope['path']}", body.decode()))
-        await exchange.answer(200, b"{}")
+        head = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": b"{}", "more_body": False})
 
-    async with accepting(app, 5.0, ClientConnection) as (address, _):
+    async with accepting(app, 5.0, connection) as (address, _):
         reader, writer = await asyncio.open_connection(*address)
         for piece in pieces:
             writer.write(piece)
@@ -69,7 +76,7 @@ async def served(pieces: list[bytes], count: int) -> list[tuple[str, str]]:
             await asyncio.sleep(0)
         for _ in range(count):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
-            assert head.startswith(b"HTTP/1.1 200 OK\r\n"), head
+            assert head.startswith(b"HTTP/1.1 200 "), head
             assert await reader.readexactly(2) == b"{}"
         writer.close()
     return asked
@@ -78,10 +85,11 @@ async def served(pieces: list[bytes], count: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("cut", ["whole", "in the head", "after the head", "odd", "bytes"])
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("name", OFFERS)
-async def test_an_offer_is_ignored(name, is_chunked, cut) -> None:
+@pytest.mark.parametrize("connection", [ClientConnection, H11Protocol])
+async def test_an_offer_is_ignored(connection, name, is_chunked, cut) -> None:
     """The body arrives whole, and the next request of the connection is the next one."""
     data = offer(OFFERS[name], is_chunked) + NEXT + offer(OFFERS[name], is_chunked)
-    asked = await served(segments(data, cut), 3)
+    asked = await served(segments(data, cut), 3, connection)
     first = ("POST /first", BODY.decode())
     assert asked == [first, ("GET /next", ""), first]
 
