@@ -1,4 +1,4 @@
-"""What episodes have used, and which of their model calls were refused.
+"""Usage of episodes, and notes of their refused model calls.
 
 The router that refuses a call leaves a note in the episode's hash, so that any process can close
 the episode with the right outcome and say what it was refused. The first spent budget stays.

@@ -400,7 +400,7 @@ def _system_of(messages: Sequence[Message]) -> Message | None:
 
 
 def _traces(messages: Sequence[Message], *, has_users: bool) -> Iterator[tuple[str, ...]]:
-    """What tells that a message of a conversation is one of another's."""
+    """Marks by which a message is known in another conversation."""
     for message in messages:
         if message.role == "assistant" and (message.text.strip() or message.tool_calls):
             yield ("assistant", message.text.strip(), *(call.id for call in message.tool_calls))

@@ -149,7 +149,7 @@ class OwnTemplateRenderer(DefaultRenderer):
     def _after_answer(
         self, new_messages: Sequence[Any], tools: list[Any] | None, *, is_next: bool
     ) -> str:
-        """What the template writes after an answer, up to where the next begins if `is_next`."""
+        """The template's text after an answer, up to the beginning of the next one if `is_next`."""
         before = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _ANSWER}]
         options = dict(self.config.model_extra or {})
         text = self._own.text_of(

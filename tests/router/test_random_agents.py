@@ -164,7 +164,8 @@ def causes_of_edit(kind: str, talk) -> set[str]:
     if kind == "edit_system" and talk.messages[0]["role"] != "user":
         return {"system_changed"}
     if kind == "edit_user" and len(users) == 1:
-        return {"new_conversation"}
+        # An answer that was kept tells which conversation it was, unless nothing was said in it.
+        return {"history_rewritten", "new_conversation"}
     return {"history_rewritten", "tools_changed", "resampled"}
 
 
