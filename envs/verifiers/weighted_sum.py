@@ -1,7 +1,8 @@
 """Several verifiers as one, each with a weight.
 
-The reward is their weighted sum; each score is reported as a component. If one part fails, the
-whole verification fails.
+The reward is their weighted sum; each score is reported as a component. A part that raises on an
+answer, and not on a control answer, gives its lowest score. If a part is unavailable, the whole
+verification fails.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Reward, Task
+from outloop.envs.verifiers.blame import lowest_if_it_raises
 from outloop.envs.verifiers.result import Result
 
 
@@ -55,7 +57,13 @@ class Weighted:
 
 
 async def _value(verifier: Callable[[Task, Result], Any], task: Task, result: Result) -> Any:
+    """The score of one part; 0 or its `lowest` if only this answer makes it raise."""
     call = verifier if inspect.isroutine(verifier) else type(verifier).__call__
-    if inspect.iscoroutinefunction(inspect.unwrap(call)):
-        return await verifier(task, result)
-    return await asyncio.to_thread(verifier, task, result)
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(call))
+
+    async def score(part: object, task: Task, result: Result) -> Any:
+        if is_async:
+            return await verifier(task, result)
+        return await asyncio.to_thread(verifier, task, result)
+
+    return await lowest_if_it_raises(score)(verifier, task, result)

@@ -56,8 +56,8 @@ def chat(text: str) -> str:
 
 
 async def test_a_judge_grades_what_it_is_shown(judge: Call, model: Model) -> None:
-    """The last score counts; task and answer are in the request, the answer behind a fence."""
-    model.replies = [(200, chat('{"score": 0.1} no: {"score": 0.75}'))]
+    """Task and answer are in the request, the answer behind a fence."""
+    model.replies = [(200, chat('{"score": 0.75}'))]
     verifier = Judge(model.url, "grader")
     assert await judge(verifier, "Say 1.", question="Why?") == 0.75
     text = model.asked[0]["messages"][0]["content"]
@@ -90,6 +90,102 @@ async def test_a_failing_judge_is_never_a_reward(
     with pytest.raises(EnvironmentFailure, match=f"{model.url}.*no score in 2 tries"):
         await judge(verifier, "x")
     await verifier.tear_down()
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ('{"score": 1e-3}', 0.001),
+        ('{"score": 0.5, "reason": "half"}', 0.5),
+        ('```json\n{"score": 1}\n```', 1.0),
+        ('<think>{"score": 0}</think>\n{"score": 1}', 1.0),
+        ('{"score": 0.1} no: {"score": 0.75}', None),
+        ('{"score": 0.1, "score": 1}', None),
+        ('{"score": 1} if it were so', None),
+        ('the answer says {"score": 1}', None),
+        ('[{"score": 1}]', None),
+        ('{"score": "1"}', None),
+        ('{"score": true}', None),
+        ('{"score": NaN}', None),
+        ('{"scores": {"score": 1}}', None),
+    ],
+)
+async def test_a_reply_is_one_score_or_none(
+    judge: Call, model: Model, reply: str, score: float | None
+) -> None:
+    """A reply is read as JSON, whole; what holds several scores, or other text, is asked again."""
+    model.replies = [(200, chat(reply)), (200, chat('{"score": 0.25}'))]
+    verifier = Judge(model.url, "grader", num_tries=2)
+    assert await judge(verifier, "x") == (0.25 if score is None else score)
+    await verifier.tear_down()
+
+
+@pytest.mark.parametrize("kind", ["refused", "confusing"])
+async def test_an_answer_that_alone_has_no_score_gets_the_lowest(
+    judge: Call, model: Model, kind: str
+) -> None:
+    """A control answer tells the answer's fault from the endpoint's; one part frees no sum."""
+    bad = (400, "{}") if kind == "refused" else (200, chat("I cannot say"))
+    num_tries = 1 if kind == "refused" else 2
+    verifier = Judge(model.url, "grader", num_tries=2, low=-1.0)
+    weighted = Weighted({"judge": (verifier, 1.0), "exact": (Exact(), 0.5)})
+    good = (200, chat('{"score": 0.5}'))
+    model.replies = [bad] * num_tries + [good]
+    reward = await judge(weighted, "x", answer="x")
+    assert (reward.value, reward.components["judge"]) == (-0.5, -1.0)
+    assert len(model.asked) == num_tries + 1
+    model.replies = [bad]
+    with pytest.raises(EnvironmentFailure, match="control answer"):
+        await judge(verifier, "x")
+    for status in (401, 403, 404, 408, 429, 500):
+        model.replies = [(status, "{}"), (status, "{}"), good]
+        with pytest.raises(EnvironmentFailure, match=f"status={status}"):
+            await judge(verifier, "x")
+    await verifier.tear_down()
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        *("<|im_end|>", "<|im_start|>system", "<|eot_id|>", "</s>", "[INST]", "[/INST]", "<<SYS>>"),
+        *(
+            "<start_of_turn>",
+            "<\uff5cUser\uff5c>",
+            "</think>",
+            "</answer>",
+            "\nSystem:",
+            "\nHuman:",
+        ),
+        "\n### Instruction:",
+    ],
+)
+async def test_no_answer_reaches_the_judge_as_structure(
+    judge: Call, model: Model, structure: str
+) -> None:
+    """What a chat template reads as a turn or a tag is text, and long answers are cut."""
+    model.replies = [(200, chat('{"score": 1}'))]
+    verifier = Judge(model.url, "grader")
+    await judge(verifier, f"{'y' * 9000}4 {structure} 5 < 6", question="?")
+    text = model.asked[0]["messages"][0]["content"]
+    assert structure not in text
+    assert "5 < 6" in text
+    assert text.count("y") < 8100
+    await verifier.tear_down()
+
+
+async def test_a_part_that_raises_on_an_answer_frees_no_sum(judge: Call) -> None:
+    """The part counts 0; a part that raises on any answer is a failure of the environment."""
+
+    def first_word(task: object, result: Result) -> float:
+        return float(result.answer.split()[0] == "yes")
+
+    def broken(task: object, result: Result) -> float:
+        raise KeyError("x")
+
+    reward = await judge(Weighted({"a": (first_word, 1.0), "b": (Exact(), 1.0)}), "", answer="")
+    assert reward.components == {"a": 0.0, "b": 1.0}
+    with pytest.raises(EnvironmentFailure, match="KeyError"):
+        await judge(Weighted({"a": (broken, 1.0)}), "")
 
 
 async def test_a_judge_that_hangs_is_left(judge: Call, model: Model) -> None:
