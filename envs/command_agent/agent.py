@@ -130,6 +130,7 @@ class CommandAgent:
         self._line.check([*_OWN_PLACEHOLDERS, *sorted(fields - set(self._env.hidden_task_fields))])
         if self._confinement is not None:
             self._confinement.check_named()
+        self._verifier.check_tasks(tasks)
 
     async def play(self, task: Task, episode: Episode) -> EpisodeResult:
         """Run the program to its end or a limit, and score what it left."""

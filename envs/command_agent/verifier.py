@@ -59,6 +59,8 @@ class Verifier(Protocol):
 
     async def __call__(self, task: Task, result: Result, clock: VerifierClock) -> Reward: ...
 
+    def check_tasks(self, tasks: tuple[Task, ...]) -> None: ...
+
     async def tear_down(self) -> None: ...
 
 
@@ -166,6 +168,20 @@ class _FunctionVerifier:
         if returned is None:
             raise RecordError(f"no reward: the verifier returned None; {_EXPECTED} is allowed")
         return as_reward(returned, self._weights)
+
+    def check_tasks(self, tasks: tuple[Task, ...]) -> None:
+        """Let a verifier of ours look at each task, if it has `check_task`.
+
+        Raises:
+            SettingsError: it cannot judge one.
+        """
+        if not hasattr(type(self._function), "check_task"):
+            return
+        for task in tasks:
+            try:
+                self._function.check_task(task)  # type: ignore[attr-defined]
+            except EnvironmentFailure as error:
+                raise SettingsError(f"{_SETTING}: {error}") from error
 
     async def tear_down(self) -> None:
         """Call the verifier's `tear_down`, or for a function that of its module."""
@@ -282,6 +298,9 @@ class _CommandVerifier:
                 f"{_SETTING} ended with exit_code={ran.exit_code} {ran.reason}: {ran.stderr[-400:]}"
             )
         return as_reward(_last_line(ran.stdout), self._env.reward_weights)
+
+    def check_tasks(self, tasks: tuple[Task, ...]) -> None:
+        """Do nothing: a command is not asked before its first result."""
 
     async def tear_down(self) -> None:
         """Remove the folder of its commands, which have ended with their verdicts."""

@@ -185,8 +185,10 @@ class UnitTests(_JudgesPrograms):
         self._tests_of(task)
 
     def _tests_of(self, task: Task) -> _Tests:
-        tests = field_of(task, self._field, object)
-        sources = tuple(str(test) for test in tests) if isinstance(tests, list) else (str(tests),)
+        tests = task.payload.get(self._field)
+        if not isinstance(tests, list):
+            tests = [field_of(task, self._field, str)]
+        sources = tuple(map(str, tests))
         entry_point = str(task.payload.get(self._entry_point_field) or "")
         prompt = str(task.payload.get(self._prompt_field) or "")
         is_code = bool(entry_point) and f"def {entry_point}" in prompt

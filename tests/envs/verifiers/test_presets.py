@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.command_agent.verifier import load_verifier, verify
@@ -39,3 +40,24 @@ def test_importing_them_loads_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert answer.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "payload"),
+    [
+        ("unit_tests", {"test": "assert helper(f(1))", "entry_point": "f"}),
+        ("unit_tests", {"test": []}),
+        ("unit_tests", {"question": "?"}),
+        ("input_output", {"cases": []}),
+        ("input_output", {"cases": [{"input": "1"}]}),
+    ],
+)
+def test_a_task_that_cannot_be_judged_is_refused_before_the_start(
+    name: str, payload: dict[str, object]
+) -> None:
+    """The sentence names the task; a task that can be judged passes."""
+    verifier = load_verifier(EnvSettings(verifier=f"outloop.envs.verifiers.presets:{name}"))
+    good = {"test": ["assert f(1) == 1"], "cases": [{"input": "1", "output": "1"}]}
+    verifier.check_tasks((Task(task_id="good", payload=good),))
+    with pytest.raises(SettingsError, match="task_id='bad'"):
+        verifier.check_tasks((Task(task_id="bad", payload=payload),))
