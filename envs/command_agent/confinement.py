@@ -246,7 +246,12 @@ class Confinement:
     def _try(self, command: Sequence[str], *, is_checked: bool = True) -> int:
         try:
             answer = subprocess.run(
-                command, capture_output=True, timeout=_PROBE_S, check=False, text=True
+                command,
+                env={"PATH": search_path()},
+                capture_output=True,
+                timeout=_PROBE_S,
+                check=False,
+                text=True,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SettingsError(_unusable(str(error))) from error

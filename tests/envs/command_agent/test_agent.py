@@ -509,6 +509,23 @@ def test_a_program_that_its_sandbox_cannot_start_is_refused_before_anything_star
     check_rollout(make_settings(**env, agent_read_only=["own"]))
 
 
+def test_python_is_the_one_that_runs_outloop_where_path_has_none(
+    folder: Path, make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual environment need not be activated for its agents to start."""
+    (folder / "checks.py").write_text(VERIFIER)
+    (folder / "agent.py").write_text("print(1)\n")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    check_rollout(
+        make_settings(
+            rollout_function_path=None,
+            tasks="checks:tasks",
+            agent_command="python agent.py",
+            verifier="checks:verify",
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("env", "words"),
     [
