@@ -42,12 +42,14 @@ _LINKS = {"/app": "/work", "/tests": "/outloop/given/tests", "/logs": "/tmp/logs
 _VERDICTS = "/tmp/logs/verifier"
 _FILES = ("reward.txt", "reward.json")
 _MAX_VERDICT_BYTES = 65536
+_MIN_FREE = 16
+"""Blocks and files that have to be left on the disk when the tests have ended."""
 _MAX_FILES = 4096
 _NEVER_STARTED = (126, 127)
 _PREPARE = f"mkdir -p /tmp/home {_VERDICTS} && stat -c '%i %a' /tmp/logs {_VERDICTS}"
 _TEST = "cd /app && exec bash /tests/test.sh"
 _LOOK = (
-    f"stat -c '%i %a' /tmp/logs {_VERDICTS} && "
+    f"stat -c '%i %a' /tmp/logs {_VERDICTS} && stat -f -c '%a %d' /tmp && "
     f"find {_VERDICTS} -mindepth 1 -maxdepth 1 -iname 'reward*' -printf '%f %y %m %n\\n'"
 )
 _PYTHON_PATH = """
@@ -250,20 +252,25 @@ async def _test(task: Task, session: Session) -> _Verdict:
         return _Verdict(ran=ran, reward=None, why=_ending(ran))
     after = await session.run({}, ("bash", "-c", _LOOK), keep_files=True)
     made, found = before.stdout.splitlines(), after.stdout.splitlines()
-    if len(made) != 2 or found[:2] != made:
+    if len(made) != 2 or found[:2] != made or len(found) < 3:
         return _Verdict(ran=ran, reward=None, why="replaced or closed the folder /logs/verifier")
-    return _read(ran, [line.decode(errors="replace").split(" ") for line in found[2:]])
+    if min(map(int, found[2].split())) < _MIN_FREE:
+        # With a verdict of the code's own in place, that of the tests would not fit any more.
+        return _Verdict(ran=ran, reward=None, why="left no room on the disk")
+    named = [name for name in _FILES if any(name.encode() in data for _, data in tests.values())]
+    lines = [line.decode(errors="replace").split(" ") for line in found[3:]]
+    return _read(ran, lines, named or _FILES)
 
 
-def _read(ran: RunResult, found: Sequence[Sequence[str]]) -> _Verdict:
+def _read(ran: RunResult, found: Sequence[Sequence[str]], expected: Sequence[str]) -> _Verdict:
     if not found:
         return _Verdict(ran=ran, reward=None, why=_ending(ran))
     name, kind, mode, num_names = found[0] if len(found[0]) == 4 else ("", "", "0", "0")
     is_plain = kind == "f" and num_names == "1" and int(mode, 8) & 0o200
     content = ran.files.get(f"{_VERDICTS}/{name}")
-    if len(found) > 1 or name not in _FILES or not is_plain or content is None:
+    if len(found) > 1 or name not in expected or not is_plain or content is None:
         names = ", ".join(line[0] for line in found)
-        why = f"left {names} in /logs/verifier; one file, reward.txt or reward.json, is allowed"
+        why = f"left {names} in /logs/verifier; one file, {' or '.join(expected)}, is allowed"
         return _Verdict(ran=ran, reward=None, why=why, is_written=True)
     reward = _reward(content, name.endswith(".json"))
     why = (

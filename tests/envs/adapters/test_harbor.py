@@ -207,8 +207,8 @@ async def test_what_the_policy_leaves_scores_as_the_wrong_answer_that_it_is(
 
 RUNS_IT = """#!/bin/bash
 said=$(python3 /app/solution.py)
-if [ "$said" = pmal ]; then echo 1 > /logs/verifier/reward.txt
-else echo 0 > /logs/verifier/reward.txt; fi
+if [ "$said" = pmal ]; then echo 1 > /tmp/said; else echo 0 > /tmp/said; fi
+mv /tmp/said /logs/verifier/reward.txt
 """
 WRITE = "open('/logs/verifier/{}', 'w').write({!r})\n"
 UNDER_TEST = {
@@ -242,6 +242,22 @@ UNDER_TEST = {
     "a script under way": "open('/tests/test.sh', 'a').write('echo 1 > /logs/verifier/reward.txt')",
     "no folder": "import shutil; shutil.rmtree('/tmp/logs')",
     "a full disk": "while True: open('/tmp/big', 'ab').write(bytes(2**20))",
+    "no more files": (
+        WRITE.format("reward.json", "1")
+        + "i = 0\nwhile True: open(f'/tmp/{i}', 'w').close(); i += 1"
+    ),
+    "no more files, and its own": (
+        WRITE.format("reward.txt", "1")
+        + "i = 0\nwhile True: open(f'/tmp/{i}', 'w').close(); i += 1"
+    ),
+    "a closed way": WRITE.format("reward.txt", "1") + "import os; os.chmod('/tmp/logs', 0)",
+    "a linked folder": (
+        "import os; os.rename('/logs/verifier', '/logs/old'); os.symlink('old', '/logs/verifier')\n"
+        + WRITE.format("reward.txt", "1")
+        + "os.chmod('/logs/old/reward.txt', 0o444)"
+    ),
+    "a folder in its place": "import os; os.mkdir('/logs/verifier/reward.txt')",
+    "a fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"),
     "much memory": "x = bytearray(3 * 2**30)",
     "no end": "while True: pass",
     "stopped tests": "import os; os.kill(os.getppid(), 19)",
