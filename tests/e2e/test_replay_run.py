@@ -19,7 +19,7 @@ def hashes(text: str, when: str) -> list[str]:
 
 
 def test_a_step_is_made_again(workspace: Path, write_config: WriteConfig, outloop: Outloop) -> None:
-    """From a checkpoint; other settings give other gradients, from the
+    """From a checkpoint; another recipe gives other gradients, from the
     same weights; the run is left as it is; what is not there is a sentence."""
     write_config(staleness=1, steps=4)
     more = (
@@ -39,7 +39,7 @@ def test_a_step_is_made_again(workspace: Path, write_config: WriteConfig, outloo
     assert hashes(last.stdout, "then") == hashes(last.stdout, "now")
     assert last.stdout.rstrip().endswith("equal")
 
-    other = outloop("replay", "runs/tiny", "--step", "4", "--set", "trainer.loss=cispo")
+    other = outloop("replay", "runs/tiny", "--step", "4", "--set", "trainer.recipe=rloo")
     assert other.returncode == 0, other.stdout + other.stderr
     assert hashes(other.stdout, "then") == hashes(last.stdout, "then")
     assert hashes(other.stdout, "now") != hashes(other.stdout, "then")
