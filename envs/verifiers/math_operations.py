@@ -45,6 +45,10 @@ def left_open(text: str, tree: Any) -> set[str]:
 
 def _of_text(text: str) -> Iterator[str]:
     yield from _WORD.findall(text)
+    if re.search(r"(?<![A-Za-z])(?:ln|log|lg)(?![A-Za-z])", text):
+        yield "log"
+    if re.search(r"\d\s*\^\s*\{?\s*-\s*1(?!\d)", text):
+        yield "a power of numbers"
     if _DOUBLE_MINUS.search(text):
         yield "a double minus"
     if "matrix}" in text and _MATRIX.sub("", text).strip():

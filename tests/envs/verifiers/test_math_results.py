@@ -150,6 +150,10 @@ RESULTS = [
 """Expected answer | an answer that a textbook could print: right."""
 
 LEFT_OPEN = [
+    r"\frac{1}{2}|2^{-1}",
+    r"8|e^{\ln 8}",
+    r"7|\sqrt{49}",
+    r"2|\frac{\sqrt{8}}{\sqrt{2}}",
     r"56088|123*456",
     r"56088|123 \times 456",
     r"56088|123\cdot456",
