@@ -284,6 +284,7 @@ def _limit_sentence(ran: command.CompletedProgram, env: EnvSettings) -> str:
         "memory": f"it held {ran.memory_mb:.0f} MB; raise env.agent_memory_mb="
         f"{env.agent_memory_mb:g}",
         "processes": "it had too many processes at once",
+        "terminals": "it held too many pseudo-terminals at once",
         "disk": f"its files took more than env.agent_disk_mb={env.agent_disk_mb:g}",
         "output": f"it wrote more than env.max_output_bytes={env.max_output_bytes}",
     }

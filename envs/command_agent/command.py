@@ -47,7 +47,7 @@ class CompletedProgram(msgspec.Struct, frozen=True):
     exit_code: int | None
     """Negative for a signal; None if a limit ended it."""
     reason: str
-    """The limit that ended it: time, memory, processes, disk or output; empty: none."""
+    """The limit that ended it: time, memory, processes, terminals, disk or output. Empty: none."""
     stdout: str
     """The end of the program's standard output."""
     stderr: str

@@ -32,6 +32,8 @@ _DRAIN_S = 0.5
 _KILL_S = 5.0
 _POLL_S = 0.5
 _MAX_PROCESSES = 2048
+_MAX_TERMINALS = 64
+"""Pseudo-terminals, of which the machine has some thousands (kernel.pty.max)."""
 _MAX_SIGNALS = 1024
 """Queued signals and timers of the program's user."""
 _DISK_S = 1.0
@@ -161,6 +163,17 @@ def unlinked_bytes(pids: list[int]) -> int:
     return sum(found.values())
 
 
+def num_terminals(pids: list[int]) -> int:
+    """How many pseudo-terminals programs in bubblewrap, which have a folder of these, hold."""
+    for pid in reversed(pids):
+        with contextlib.suppress(OSError):
+            folder = f"/proc/{pid}/root/dev/pts"
+            # Bubblewrap itself begins with the machine's own.
+            if os.stat(folder).st_dev != os.stat("/dev/pts").st_dev:
+                return len(os.listdir(folder))
+    return 0
+
+
 def module_of(path: str) -> Any:
     """Import a file by its path: this process has no import path to outloop."""
     spec = importlib.util.spec_from_file_location("untrusted_tree", path)
@@ -250,6 +263,8 @@ class Reaper:
             self.reason = "memory"
         if len(pids) > _MAX_PROCESSES:
             self.reason = "processes"
+        if self._is_confined and num_terminals(pids) > _MAX_TERMINALS:
+            self.reason = "terminals"
 
     def _count_files(self) -> None:
         if self._tree is None:

@@ -17,7 +17,7 @@ class Result:
     exit_code: int | None = None
     """Of an agent program; None if a limit ended it, or if there was no program."""
     reason: str = ""
-    """The limit that ended it: time, memory, processes, disk or output; empty: none."""
+    """The limit that ended it: time, memory, processes, terminals, disk or output. Empty: none."""
     stdout: str = ""
     """The end of its standard output, at most env.max_kept_bytes."""
     stderr: str = ""

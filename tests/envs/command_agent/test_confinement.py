@@ -264,6 +264,7 @@ HOGS = {
         "[one.write(b'x' * 20 * 2**20) for one in kept]",
         "env.agent_disk_mb=60",
     ),
+    "terminals": ("kept = [os.openpty() for _ in range(400)]", "too many pseudo-terminals"),
     "one large file": ("open('/tmp/x', 'wb').truncate(2**30)", "File too large"),
     "memory of many": (
         "[subprocess.Popen([sys.executable, '-S', '-c', "
