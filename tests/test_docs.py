@@ -77,3 +77,32 @@ def test_index_lists_every_page() -> None:
         for page in (ROOT / "docs").glob("*.md")
         if page.name != "index.md" and f"({page.name})" not in index
     ] == []
+
+
+QUOTED = {
+    "prompt is too long: 734 tokens > 512 maximum": "prompt is too long: {num_tokens} tokens > ",
+    "importing it raised ModuleNotFoundError": "importing it raised {type(error).__name__}",
+    "there is no program 'pyton' in PATH or": "there is no program {program!r} in ",
+    "model.max_context_tokens=1536 exceeds max_position_embeddings=512": (
+        "exceeds max_position_embeddings={known}"
+    ),
+    "is not served; served:": "is not served",
+    "has made all of its 40 steps": "has made all of its {settings.trainer.num_steps} steps",
+    "attempts ended without a result": "attempts ended without a result",
+    "answers were cut at sampling.max_new_tokens=16": "answers were cut at ",
+    "the router refused every call of the first": "the router refused every call of the first ",
+}
+"""A message that troubleshooting.md quotes -> what the code says it with."""
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    """Who searches the page for a message finds it."""
+    root = Path(__file__).parents[1]
+    page = (root / "docs/troubleshooting.md").read_text()
+    code = "".join(
+        path.read_text()
+        for folder in ("buffer", "engine", "envs", "router", "src")
+        for path in (root / folder).rglob("*.py")
+    )
+    assert [quoted for quoted in QUOTED if quoted not in page] == []
+    assert [said for said in QUOTED.values() if said not in code] == []

@@ -238,6 +238,7 @@ def test_every_path_to_code_of_the_user_is_imported_before_the_start(
     env: dict[str, Any] = {"import_dir": str(tmp_path)}
     if name == "verifier":
         env |= {"rollout_function_path": None, "agent_command": "python -V"}
+        env |= {"agent_sandbox": "none"}
     if name == "eval_tasks" or section == "eval":
         env |= {"eval_tasks": "tasks.jsonl"}
     settings = make_settings(

@@ -210,12 +210,15 @@ def fit_tables(found: Fit, gpus: Gpus, settings: Settings) -> tuple[Table, ...]:
             ("turns of max_context_tokens at once", str(found.running)),
         )
         tables.append(Table("Each server", ("", ""), of_server))
+    # A run on a CPU has no such GPU; the figures are those of the data sheet.
+    is_here = settings.server.device != "cpu" or settings.trainer.device not in ("auto", "cpu")
+    elsewhere = "" if is_here else "; on these GPUs, not on this machine's CPU"
     times = (
         ("GPUs of the run", str(found.num_gpus)),
         ("generate", f"{found.generate_s:.3g} s" if server is not None else "by other servers"),
         ("update", f"{found.update_s:.3g} s"),
         ("publish", f"{found.publish_s:.3g} s"),
-        ("a step, at least", f"{found.step_s:.3g} s, by {found.bound}"),
+        ("a step, at least", f"{found.step_s:.3g} s, by {found.bound}{elsewhere}"),
         (
             "assumed",
             f"{gpus.memory_gib:g} GiB, {gpus.tflops:g} TFLOP/s at mfu {gpus.mfu:g}, "
