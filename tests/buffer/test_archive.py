@@ -18,6 +18,7 @@ from outloop.buffer.codec.jsonl import format_line, parse_line
 from outloop.buffer.errors import RecordError, SchemaMismatch, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import (
+    MAX_REWARD,
     Episode,
     Opening,
     Purpose,
@@ -30,6 +31,8 @@ from outloop.buffer.records import (
 
 TEXT = st.text(max_size=12)
 FLOAT = st.floats(allow_nan=False, allow_infinity=False)
+NUMBER = st.floats(-MAX_REWARD, MAX_REWARD)
+"""Of a reward."""
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(lambda x: np.array(x, np.int32))
 
@@ -87,7 +90,7 @@ def trajectories(
         failure_kind=draw(st.sampled_from([None, "agent", "environment", "infrastructure"])),
         reward=draw(
             st.none()
-            | st.builds(Reward, value=FLOAT, components=st.dictionaries(TEXT, FLOAT, max_size=3))
+            | st.builds(Reward, value=NUMBER, components=st.dictionaries(TEXT, NUMBER, max_size=3))
         ),
         metadata=draw(st.dictionaries(TEXT, TEXT, max_size=3)),
         opened_at=draw(FLOAT),

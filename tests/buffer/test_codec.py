@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from outloop.buffer.codec import records_codec
 from outloop.buffer.errors import RecordError, SchemaMismatch
 from outloop.buffer.records import (
+    MAX_REWARD,
     Episode,
     Opening,
     Reward,
@@ -29,6 +30,8 @@ from outloop.buffer.routed_experts import RoutedExperts, RoutingShape
 
 TEXT = st.text(max_size=12)
 FLOAT = st.floats(allow_nan=False, allow_infinity=False)
+NUMBER = st.floats(-MAX_REWARD, MAX_REWARD)
+"""Of a reward."""
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(lambda x: np.array(x, np.int32))
 
 
@@ -89,14 +92,14 @@ def routed_experts(draw: st.DrawFn, num_rows: int) -> RoutedExperts:
     return RoutedExperts.of(shape, generator.integers(-1, num_experts, size))
 
 
-NUMBERS = st.dictionaries(TEXT, FLOAT, max_size=3)
+NUMBERS = st.dictionaries(TEXT, NUMBER, max_size=3)
 SPANS = st.builds(
     lambda starts, value: tuple(TokenReward(f"t{s}", s, s + 2, value) for s in sorted(starts)),
     st.sets(st.integers(0, 50), max_size=3),
-    FLOAT,
+    NUMBER,
 )
 REWARDS = st.builds(
-    Reward, value=FLOAT, components=NUMBERS, turns=NUMBERS, branches=NUMBERS, tokens=SPANS
+    Reward, value=NUMBER, components=NUMBERS, turns=NUMBERS, branches=NUMBERS, tokens=SPANS
 )
 EPISODES = st.builds(
     Episode,
