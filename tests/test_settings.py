@@ -79,7 +79,7 @@ def test_scores_of_turns_need_an_advantage_that_looks_at_them(config: Path) -> N
         assert load_settings(config, (scored, used)).env.turn_scores == "train"
 
 
-@pytest.mark.parametrize("name", ["dump_steps=[1]", "max_grad_spike=9.0", "is_colocated=true"])
+@pytest.mark.parametrize("name", ["profile_steps=[1]", "max_grad_spike=9.0", "is_colocated=true"])
 def test_what_works_on_one_rank_is_allowed_on_several(config: Path, name: str) -> None:
     """Looking into steps and leaving the device are every rank's."""
     assert load_settings(config, ("trainer.num_ranks=2", f"trainer.{name}")).trainer.num_ranks == 2
@@ -171,13 +171,13 @@ def test_values_from_environment_and_flags_have_the_type_of_their_setting(
     monkeypatch.setenv("OUTLOOP_SERVER__KIND", "sglang")
     monkeypatch.setenv("OUTLOOP_SERVER__SGLANG__CHUNKED_PREFILL_SIZE", "512")
     monkeypatch.setenv("OUTLOOP_MODEL", "not a setting: it names no key of a section")
-    settings = load_settings(config, ("model.name=1e3", "trainer.dump_steps=[1, 2]"))
+    settings = load_settings(config, ("model.name=1e3", "trainer.profile_steps=[1, 2]"))
     assert settings.run.name == "2024"
     assert settings.model.name == "1e3"
     assert settings.buffer.pipeline_depth == 0.5
     assert settings.env.split == {"train": 8.0, "validation": 1.0}
     assert settings.server.sglang == {"chunked_prefill_size": 512}
-    assert settings.trainer.dump_steps == (1, 2)
+    assert settings.trainer.profile_steps == (1, 2)
 
 
 @pytest.mark.parametrize("name", [".", "..", "...", ".hidden", "-x", "", "a/b", "x" * 65])
@@ -262,7 +262,6 @@ def test_an_empty_table_as_an_override_empties_the_setting(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "name",
     [
-        "dump_steps=[1]",
         "profile_steps=[1]",
         "max_grad_spike=9.0",
         "is_colocated=true",

@@ -294,7 +294,7 @@ RL_ONLY = (
     "overlong_penalty",
     *("loss", "loss_path", "denominator", "proximal", "correction", "opsm_delta", "kl"),
     *("entropy_coefficient", "entropy_target", "mask_truncated", "sources", "curriculum"),
-    *("routing_replay", "dump_steps", "profile_steps", "max_grad_spike", "is_colocated"),
+    *("routing_replay", "profile_steps", "max_grad_spike", "is_colocated"),
     *("checkpoint_every", "keep_checkpoints", "trains_while_saving", "resume"),
 )
 """Settings of [trainer] without effect on supervised fine-tuning."""

@@ -349,8 +349,6 @@ class TrainerSettings(Section):
     """Servers share the trainer's devices: while they sample, its weights and optimizer state are
     in the host's memory; for a step they pause and give up their cache and weights. Turns in flight
     wait meanwhile, without ageing by router.turn_timeout_s; env.episode_deadline_s goes on."""
-    dump_steps: tuple[int, ...] = ()
-    """Steps that are written to dumps/step_N before their updates, for `outloop replay-step`."""
     profile_steps: tuple[int, ...] = ()
     """Steps to profile with torch.profiler; the traces are in profile/."""
     max_grad_spike: float = Field(0.0, ge=0)

@@ -41,7 +41,7 @@ run, but not for where its files are."""
 OTHERS = {
     *("view", "viewer"),  # tests/view reads copied folders
     *("router", "server", "runner", "trainer", "archiver", "monitor", "tracker"),  # parts
-    *("replay", "buffer replay"),  # of recorded steps: tests/engine/train/test_replay.py
+    "replay",  # of recorded steps: tests/e2e/test_replay_run.py
     *("buffer import", "buffer purge"),  # write into a run
     *("buffer dead requeue", "buffer dead drop", "keys add", "keys revoke", "keys replace-admin"),
 }

@@ -1,4 +1,4 @@
-"""Around the updates of a step: dumps, profiles, and the report of an update that is refused.
+"""Profiles the updates of a step, and reports an update that is refused.
 
 Where nothing is asked for, the updates run as if this module were not there. A refused update stops
 the run with the weights as they were before it.
@@ -22,7 +22,6 @@ from outloop.buffer.records import Float32
 from outloop.buffer.settings import Settings
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.debug.bad_gradient_report import suspects, write_report
-from outloop.engine.train.debug.step_dump import DumpWriter, SaveState
 from outloop.engine.train.step.update_metrics import UpdateReport
 
 _NUM_NORMS = 20
@@ -31,14 +30,11 @@ _log = structlog.get_logger()
 
 
 class StepDebugger:
-    """Dumps and profiles the steps that `[trainer]` names, and reports refused updates."""
+    """Profiles the steps that `[trainer]` names, and reports refused updates."""
 
-    def __init__(self, settings: Settings, run_dir: Path, save_state: SaveState) -> None:
-        trainer = settings.trainer
+    def __init__(self, settings: Settings, run_dir: Path) -> None:
         self._settings = settings
         self._run_dir = run_dir
-        self._save_state = save_state
-        self._num_updates = trainer.num_updates
         self._norms: deque[float] = deque(maxlen=_NUM_NORMS)
 
     def run(
@@ -48,7 +44,6 @@ class StepDebugger:
         make: Callable[[Sequence[int], float], UpdateReport],
         *,
         step: int,
-        policy_version: int,
         score: Callable[[Sequence[int]], Float32],
     ) -> list[UpdateReport]:
         """Make the updates of a step.
@@ -61,27 +56,14 @@ class StepDebugger:
         Raises:
             UpdateRefused: a gradient is not finite or a spike; names the episodes.
         """
-        trainer = self._settings.trainer
-        dump = None
-        if step in trainer.dump_steps:
-            dump = self._dump(batch, updates, step=step, policy_version=policy_version)
         reports: list[UpdateReport] = []
         with self._profile(step):
-            for index, rows in enumerate(updates):
+            for rows in updates:
                 try:
                     reports.append(make(rows, self._norm_limit()))
                 except FloatingPointError as error:
-                    raise self._refused(
-                        batch,
-                        updates[index:],
-                        str(error),
-                        step=step,
-                        policy_version=policy_version,
-                        score=score,
-                    ) from error
+                    raise self._refused(batch, rows, str(error), step=step, score=score) from error
                 self._norms.append(reports[-1].grad_norm)
-        if dump is not None:
-            dump.write_results(reports, updates=updates, schedule=self._num_updates)
         return reports
 
     def _norm_limit(self) -> float:
@@ -90,40 +72,21 @@ class StepDebugger:
             return math.inf
         return factor * statistics.median(self._norms)
 
-    def _dump(
-        self,
-        batch: TrainBatch,
-        updates: Sequence[Sequence[int]],
-        *,
-        step: int,
-        policy_version: int,
-    ) -> DumpWriter:
-        path = self._run_dir / "dumps" / f"step_{step}"
-        dump = DumpWriter(path, self._settings, step=step, policy_version=policy_version)
-        dump.write_before(self._save_state, batch, updates, num_updates=self._num_updates)
-        _log.info("step_dumped", step=step, path=str(path))
-        return dump
-
     def _refused(
         self,
         batch: TrainBatch,
-        updates: Sequence[Sequence[int]],
+        rows: Sequence[int],
         reason: str,
         *,
         step: int,
-        policy_version: int,
         score: Callable[[Sequence[int]], Float32],
     ) -> UpdateRefused:
-        """Name the episodes of the first of `updates`, and leave it on disk for a replay."""
-        rows = updates[0]
+        """Name the episodes of the update's rows, the likeliest causes first."""
         path = self._run_dir / "reports" / f"refused_step_{step}.jsonl"
-        found = suspects(batch, rows, score(rows))
-        self._dump(batch, updates, step=step, policy_version=policy_version)
-        sentence = write_report(path, step=step, reason=reason, found=found)
-        return UpdateRefused(
-            f"{sentence}. All of them are in {path}; make the update again with: outloop "
-            f"replay-step {self._run_dir / 'dumps' / f'step_{step}'}"
+        sentence = write_report(
+            path, step=step, reason=reason, found=suspects(batch, rows, score(rows))
         )
+        return UpdateRefused(f"{sentence}. All of them are in {path}")
 
     @contextmanager
     def _profile(self, step: int) -> Iterator[None]:

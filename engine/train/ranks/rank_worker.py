@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -37,7 +36,6 @@ from outloop.engine.train.checkpoint.async_writer import (
     Saving,
     Shards,
     begin_save,
-    save_checkpoint,
 )
 from outloop.engine.train.checkpoint.checkpoint_format import (
     Checkpoint,
@@ -112,7 +110,6 @@ _LAST_SAVE_S = 30.0
 _log = structlog.get_logger()
 _OUTCOME = msgspec.msgpack.Decoder(Outcome)
 _ORDER = msgspec.msgpack.Decoder(tuple[str, Order])
-_NO_MARK = CheckpointMark(fence=0, group_ids=(), next_slot=0, policy_version=0)
 
 
 class RankWorker:
@@ -159,7 +156,7 @@ class RankWorker:
         """By transport, and whether it sends the copy."""
         self.gpus: tuple[str, ...] = ()
         """Of every rank, as CUDA_VISIBLE_DEVICES names it; empty where that is not set."""
-        self._debugger = StepDebugger(run.settings, run.dir, self._save_state)
+        self._debugger = StepDebugger(run.settings, run.dir)
 
     @property
     def policy(self) -> Policy:
@@ -412,7 +409,6 @@ class RankWorker:
             updates,
             make,
             step=step,
-            policy_version=policy_version,
             score=lambda rows: self._score(self.policy.model, batch, rows),
         )
         self._adapt_kl(metrics)
@@ -641,11 +637,6 @@ class RankWorker:
         )
         (self._saving.start if trainer.trains_while_saving else self._saving.run)()
         return self._saving
-
-    def _save_state(self, folder: Path, *, step: int) -> None:
-        """Write a checkpoint that acknowledges nothing into `folder`, and wait for it."""
-        self._end_save()
-        save_checkpoint(self.policy, folder, step=step, mark=_NO_MARK, keep=1, critic=self._head)
 
     def close(self) -> None:
         """Let a save that is under way end; otherwise the one before stays in use."""

@@ -36,7 +36,7 @@ from outloop.cli.monitor import monitor
 from outloop.cli.new_policy import new_policy
 from outloop.cli.plan import plan
 from outloop.cli.ratings import ratings
-from outloop.cli.recorded import replay, replay_recorded, replay_step, rollout, train_recorded
+from outloop.cli.recorded import replay, rollout, train_recorded
 from outloop.cli.redis import redis
 from outloop.cli.reward_server import reward_server
 from outloop.cli.router import router
@@ -83,7 +83,7 @@ GROUPS: dict[str, tuple[click.Command, ...]] = {
         reward_server,
     ),
     "On a cluster": (submit, manifests),
-    "One side alone, for debugging": (rollout, train_recorded, replay, replay_step),
+    "One side alone, for debugging": (rollout, train_recorded, replay),
 }
 """Every command, as `outloop --help` shows them."""
 
@@ -106,7 +106,6 @@ def cli() -> None:
     """Train agents by reinforcement learning, with the loop outside."""
 
 
-buffer.add_command(replay_recorded)
 for _commands in GROUPS.values():
     for _command in _commands:
         cli.add_command(_command)

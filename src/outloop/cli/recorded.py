@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,33 +32,6 @@ def train_recorded(config: Path, file: Path, overrides: tuple[str, ...]) -> None
     from outloop.buffer.settings import load_settings
 
     _train_on(load_settings(config, (*_NEVER_STALE, *overrides)), file)
-
-
-@click.command("replay")
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False, exists=True))
-@click.option(
-    "--run",
-    "run_dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    required=True,
-    help="Folder of the run that FILE was exported from, up or not.",
-)
-@SET
-def replay_recorded(file: Path, run_dir: Path, overrides: tuple[str, ...]) -> None:
-    """Train on FILE, an export of a run, with that run's settings: no Redis, router or server.
-
-    The groups are trained in the order of FILE, from the weights of model.path. The result is a run
-    folder of its own, DIR/replays/NAME, with the name of FILE. Nothing in FILE counts as stale.
-    """
-    from outloop.buffer.run import load_run_settings, with_found_paths
-    from outloop.buffer.settings import with_overrides
-
-    here = (
-        f"run.dir={json.dumps(str((run_dir / 'replays').absolute()))}",
-        f"run.name={json.dumps(file.stem)}",
-    )
-    settings = with_found_paths(load_run_settings(run_dir), run_dir)
-    _train_on(with_overrides(settings, (*_NEVER_STALE, *overrides, *here)), file)
 
 
 def _train_on(settings: Settings, file: Path) -> None:
@@ -106,26 +78,6 @@ def rollout(config: Path, out: Path, overrides: tuple[str, ...]) -> None:
     with stop_on_signals() as stop, waiting("playing the groups of a first step"):
         num_written = play_once(settings, out, stop=stop)
     echo(f"wrote {num_written} episodes to {out}")
-
-
-@click.command("replay-step")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False, exists=True))
-def replay_step(folder: Path) -> None:
-    """Repeat the updates of a dumped step and compare loss and gradient norm, bit by bit.
-
-    FOLDER is dumps/step_N of a run with trainer.dump_steps = [N], or of an update that was
-    refused. Exit code 0: equal; 1: not.
-    """
-    import warnings
-
-    warnings.filterwarnings("ignore", module="megatron")
-    from outloop.engine.train.debug.replay_step import replay
-
-    with waiting(f"repeating the updates of {folder}"):
-        outcomes = replay(folder)
-    for index, outcome in enumerate(outcomes):
-        echo(f"update {index}: {outcome.sentence}")
-    sys.exit(0 if all(outcome.is_equal for outcome in outcomes) else 1)
 
 
 @click.command("replay")

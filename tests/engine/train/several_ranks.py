@@ -142,7 +142,7 @@ def staged(ranks: RankController) -> bool:
 
 
 def steps(ranks: RankController) -> dict[str, Any]:
-    """A step that is dumped, twenty updates, and two that every rank refuses, which are dumped."""
+    """A step, twenty updates, and two that every rank refuses."""
     batch = batch_of(3)
     train(ranks, batch, step=1)
     train(ranks, batch, step=2, num_updates=20)

@@ -1,70 +1,19 @@
-"""Dumped steps, refused updates, profiles."""
+"""Refused updates and profiles."""
 
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from fakes.bandit_run import FAST, Setup, arm
-from outloop.buffer.errors import SettingsError, UpdateRefused
-from outloop.cli.recorded import replay_step
+from outloop.buffer.errors import UpdateRefused
 from outloop.engine.train.data.samples import Sample
 from outloop.engine.train.data.train_batch import TrainBatch
 from outloop.engine.train.debug.bad_gradient_report import suspects
-from outloop.engine.train.debug.replay_step import replay
-from outloop.engine.train.debug.step_dump import read_dump
 
 MakeRun = Callable[..., Setup]
 MakeSamples = Callable[..., list[Sample]]
-
-
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        {},
-        {"num_updates_per_take": 2, "proximal": "recompute", "correction": "token_tis"},
-        {"kl": "k3", "loss": "gspo", "entropy_coefficient": 0.01},
-        {"advantage": "gae", "critic": {"kind": "head", "value_coefficient": 0.5}},
-    ],
-)
-def test_a_dumped_step_is_made_again_bit_by_bit(chosen: dict[str, Any], setup: MakeRun) -> None:
-    """Loss and gradient norm of the third step, with Adam's state of two, are the same numbers."""
-    made = setup(trainer=FAST | {"num_steps": 3, "dump_steps": [1, 3]} | chosen)
-    rows = made.train()
-    for step in (1, 3):
-        folder = made.run.dir / "dumps" / f"step_{step}"
-        outcomes = replay(folder)
-        assert len(outcomes) == chosen.get("num_updates_per_take", 1)
-        assert all(outcome.is_equal for outcome in outcomes)
-        assert outcomes[0].now is not None
-        assert outcomes[0].now[0] == rows[step - 1]["train/loss"]
-        assert outcomes[0].now[1] == rows[step - 1]["train/grad_norm"]
-    answer = CliRunner().invoke(replay_step, [str(made.run.dir / "dumps/step_3")])
-    assert answer.exit_code == 0
-    assert "equal" in answer.output
-
-
-def test_a_replay_that_differs_says_so(setup: MakeRun) -> None:
-    """Another recorded loss, by its last bit, is not equal: exit code 1 and both numbers."""
-    made = setup(trainer=FAST | {"num_steps": 1, "dump_steps": [1]})
-    made.train()
-    facts = made.run.dir / "dumps/step_1/step.json"
-    text = json.loads(facts.read_text())
-    text["results"][0][0] = float(np.nextafter(text["results"][0][0], 2.0))
-    facts.write_text(json.dumps(text))
-    answer = CliRunner().invoke(replay_step, [str(facts.parent)])
-    assert answer.exit_code == 1
-    assert "; then loss=" in answer.output
-
-
-def test_a_folder_that_is_no_dump_is_refused(tmp_path: Path) -> None:
-    """The sentence says what would be one."""
-    with pytest.raises(SettingsError, match="is not a dumped step"):
-        read_dump(tmp_path)
 
 
 def test_an_update_that_is_not_finite_names_its_episodes_and_stops(setup: MakeRun) -> None:
@@ -96,9 +45,6 @@ def test_an_update_that_is_not_finite_names_its_episodes_and_stops(setup: MakeRu
     assert json.loads(first)["step"] == 2
     assert json.loads(rest[0])["suspect"]["episode_id"] == poisoned
     assert json.loads(rest[1])["suspect"]["num_not_finite"] == 0
-    (outcome,) = replay(made.run.dir / "dumps/step_2")
-    assert outcome.is_equal
-    assert "grad_norm=inf" in outcome.sentence
 
 
 def test_a_spike_is_refused_before_it_is_made(setup: MakeRun) -> None:
