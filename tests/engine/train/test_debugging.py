@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +17,23 @@ MakeRun = Callable[..., Setup]
 MakeSamples = Callable[..., list[Sample]]
 
 
-def test_an_update_that_is_not_finite_names_its_episodes_and_stops(setup: MakeRun) -> None:
-    """One episode's reward at step 2 is too large for the gradient's norm: it is named first, and
-    nothing was updated."""
-    made = setup(trainer=FAST | {"num_steps": 4, "checkpoint_every": 0, "advantage": "dr_grpo"})
-    too_large = 1e30
+STEEP = """
+def advantage(group):
+    return [reward * 1e18 if reward > 1 else reward for reward in group.rewards]
+"""
+
+
+def test_an_update_that_is_not_finite_names_its_episodes_and_stops(
+    setup: MakeRun, tmp_path: Path
+) -> None:
+    """One episode's advantage at step 2 is too large for the gradient's norm: it is named first,
+    and nothing was updated."""
+    (tmp_path / "steep.py").write_text(STEEP)
+    made = setup(
+        env={"import_dir": tmp_path},
+        trainer=FAST | {"num_steps": 4, "checkpoint_every": 0, "advantage_path": "steep:advantage"},
+    )
+    too_large = 1e12
     rewards: list[float] = []
 
     def reward_of(token: int) -> float:
