@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outloop.engine.launch.last_sentence import LastSentence
-from outloop.engine.parent_death import die_with_parent
+from outloop.engine.machine.parent_death import die_with_parent
 
 
 class PartProcess:

@@ -13,7 +13,7 @@ from outloop.buffer.settings import Settings
 from outloop.engine.launch.gpu_placement import place_gpus
 from outloop.engine.launch.launcher import Launcher, running
 from outloop.engine.launch.serving import name_weights, start_and_wait
-from outloop.engine.visible_gpus import list_gpus
+from outloop.engine.machine.visible_gpus import list_gpus
 
 
 def play_once(settings: Settings, out: Path, *, stop: threading.Event) -> int:

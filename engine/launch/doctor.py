@@ -23,15 +23,15 @@ from rich.console import Console
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.rich_terminal import PlainTable, show, show_table
 from outloop.buffer.settings import Settings
-from outloop.engine.gpu_libraries import libraries_of
 from outloop.engine.launch.finding import Finding, bad, good
 from outloop.engine.launch.gpu_placement import place_gpus
 from outloop.engine.launch.nccl_release import check_nccl, uses_nccl
 from outloop.engine.launch.run_readiness import examine_run
+from outloop.engine.machine.gpu_libraries import libraries_of
+from outloop.engine.machine.visible_gpus import list_gpus
 from outloop.engine.serve.sglang.arguments import process_environment
 from outloop.engine.serve.sglang.gpu_environment import check_memory_saver, saves_memory
 from outloop.engine.train.megatron.release import TRIED
-from outloop.engine.visible_gpus import list_gpus
 
 _MIN_MEMORY_GB = 4
 _MIN_SHM_MB = 64

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.engine.visible_gpus import VISIBLE, Gpu
+from outloop.engine.machine.visible_gpus import VISIBLE, Gpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,7 +44,7 @@ from outloop.engine.launch.restarts import (
     was_killed,
 )
 from outloop.engine.launch.run_entry import enter, open_archive
-from outloop.engine.port_reservation import hold_port
+from outloop.engine.machine.port_reservation import hold_port
 
 _STOP_TIMEOUT_S = 15.0
 _TRAINER_STOP_TIMEOUT_S = 60.0

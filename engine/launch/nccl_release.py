@@ -11,7 +11,7 @@ from pathlib import Path
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.engine.gpu_libraries import libraries_of, nccl_difference
+from outloop.engine.machine.gpu_libraries import libraries_of, nccl_difference
 from outloop.engine.serve.sglang.cpu_environment import find_python
 
 

@@ -28,7 +28,7 @@ from outloop.buffer.run import read_secret, with_access
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.finding import Finding, bad, good
 from outloop.engine.launch.settings_checks import check_settings
-from outloop.engine.port_reservation import hold_port
+from outloop.engine.machine.port_reservation import hold_port
 
 _REDIS_TIMEOUT_S = 5.0
 _MAX_ROUND_TRIP_S = 0.05

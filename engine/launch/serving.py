@@ -17,8 +17,8 @@ from outloop.engine.launch.launcher import (
     running,
     start_serving,
 )
+from outloop.engine.machine.visible_gpus import list_gpus
 from outloop.engine.publish.server_client import ServerClient
-from outloop.engine.visible_gpus import list_gpus
 
 
 def serve(

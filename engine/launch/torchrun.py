@@ -29,7 +29,7 @@ from outloop.buffer.errors import (
 )
 from outloop.buffer.owned_folder import OwnedFolder
 from outloop.buffer.whole_file import whole_file
-from outloop.engine.parent_death import die_with_parent
+from outloop.engine.machine.parent_death import die_with_parent
 
 _log = structlog.get_logger()
 _STOP_TIMEOUT_S = 55

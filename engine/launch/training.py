@@ -29,7 +29,7 @@ from outloop.engine.launch.model_folder import read_model_config
 from outloop.engine.launch.placement import HERE, Placement
 from outloop.engine.launch.plan.memory import ModelShape
 from outloop.engine.launch.run_summary import draw_curve, result_table
-from outloop.engine.visible_gpus import list_gpus
+from outloop.engine.machine.visible_gpus import list_gpus
 
 _SMALL_PARAMS, _SMALL_RATE = 10e6, 1e-5
 _LARGE_PARAMS, _LARGE_RATE = 300e6, 5e-4

@@ -10,7 +10,7 @@ import structlog
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.settings import Settings
-from outloop.engine.this_machine import is_elsewhere
+from outloop.engine.machine.this_machine import is_elsewhere
 
 _log = structlog.get_logger()
 _TRANSPORTS = ("shared_memory", "cuda_ipc")

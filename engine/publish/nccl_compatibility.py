@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import structlog
 
 from outloop.buffer.records import Libraries, ServerEntry
-from outloop.engine.gpu_libraries import nccl_difference
+from outloop.engine.machine.gpu_libraries import nccl_difference
 
 _log = structlog.get_logger()
 

@@ -23,7 +23,7 @@ from outloop.buffer.events import record_event
 from outloop.buffer.records import Libraries, ServerEntry
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
-from outloop.engine.gpu_libraries import own_libraries
+from outloop.engine.machine.gpu_libraries import own_libraries
 from outloop.engine.publish.handed_over_memory import HandedOverMemory, hands_over_memory
 from outloop.engine.publish.nccl_compatibility import NcclCompatibility
 from outloop.engine.publish.sending.sent import RankTraffic, Sent

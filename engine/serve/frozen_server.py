@@ -19,7 +19,7 @@ from outloop.buffer.errors import DeadlineExceeded, PublishFailed, SettingsError
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.run import Run
-from outloop.engine.kept_versions import due_version, version_folder
+from outloop.engine.models.kept_versions import due_version, version_folder
 from outloop.engine.models.safetensors_folder import HuggingFaceFolder
 from outloop.engine.publish.server_client import ServerClient, flush_paused
 from outloop.engine.publish.verification.accounts import compare_checksums

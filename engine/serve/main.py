@@ -15,7 +15,7 @@ from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.records import Libraries
 from outloop.buffer.run import Run
 from outloop.buffer.settings.server import ServerSettings
-from outloop.engine.gpu_libraries import libraries_of, own_libraries
+from outloop.engine.machine.gpu_libraries import libraries_of, own_libraries
 from outloop.engine.serve.external_server import attach
 from outloop.engine.serve.frozen_server import FrozenServer
 from outloop.engine.serve.logprob_convention import check_logprobs

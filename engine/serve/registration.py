@@ -9,7 +9,7 @@ from __future__ import annotations
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.records import Libraries, ServerEntry
 from outloop.buffer.run import Run
-from outloop.engine.visible_gpus import visible_gpus
+from outloop.engine.machine.visible_gpus import visible_gpus
 
 UNTOLD = Libraries()
 """Of a server that does not say what it has."""

@@ -25,7 +25,7 @@ from outloop.buffer.run import Run
 from outloop.buffer.telemetry import MetricsWriter
 from outloop.buffer.trajectories.steps import StepRecord, UpdateResult, write_step
 from outloop.buffer.trajectories.trained import keeps_trajectories, write_trained
-from outloop.engine.kept_versions import remove_from, remove_needless
+from outloop.engine.models.kept_versions import remove_from, remove_needless
 from outloop.engine.train.checkpoint.acknowledgement import Acknowledgements
 from outloop.engine.train.checkpoint.best_checkpoint import BestCheckpoint
 from outloop.engine.train.checkpoint.checkpoint_format import latest_checkpoint

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from outloop.buffer.trajectories.query import query
 from outloop.cli.ratings import ratings
-from outloop.engine.kept_versions import kept_versions
+from outloop.engine.models.kept_versions import kept_versions
 from outloop.engine.models.random_init import Sizes, write_policy
 
 

@@ -16,7 +16,7 @@ from outloop.buffer.settings import Settings
 from outloop.engine.launch.gpu_placement import GpuPlacement, place_gpus
 from outloop.engine.launch.launcher import Launcher
 from outloop.engine.launch.restarts import DEFAULT_BACKOFF
-from outloop.engine.visible_gpus import Gpu, list_gpus
+from outloop.engine.machine.visible_gpus import Gpu, list_gpus
 
 EIGHT = tuple(Gpu(id=f"GPU-{number}", name="H100") for number in range(8))
 SGLANG = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16"}

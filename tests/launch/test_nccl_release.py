@@ -18,10 +18,10 @@ from rich.console import Console
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import Libraries
 from outloop.buffer.settings import Settings
-from outloop.engine.gpu_libraries import libraries_of, own_libraries
-from outloop.engine.gpu_library_probe import release_in
 from outloop.engine.launch.doctor import examine
 from outloop.engine.launch.nccl_release import check_nccl
+from outloop.engine.machine.gpu_libraries import libraries_of, own_libraries
+from outloop.engine.machine.gpu_library_probe import release_in
 
 GPU = {"kind": "sglang", "device": "cuda", "dtype": "bfloat16"}
 

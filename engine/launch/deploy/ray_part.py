@@ -27,8 +27,8 @@ from outloop.buffer.terminal import echo
 from outloop.engine.launch.deploy.parts import RANKS_MODULE
 from outloop.engine.launch.deploy.ray_placement import NAMESPACE
 from outloop.engine.launch.last_sentence import VARIABLE
-from outloop.engine.parent_death import die_with_parent
-from outloop.engine.port_reservation import hold_port
+from outloop.engine.machine.parent_death import die_with_parent
+from outloop.engine.machine.port_reservation import hold_port
 
 NODE_LOST_EXIT_CODE = 128 + signal.SIGKILL
 _READ_TIMEOUT_S = 5.0

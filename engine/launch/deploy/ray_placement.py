@@ -36,7 +36,7 @@ from outloop.engine.launch.deploy.parts import (
     ranks_of_node,
     with_given,
 )
-from outloop.engine.port_reservation import hold_port
+from outloop.engine.machine.port_reservation import hold_port
 
 NAMESPACE = "outloop"
 _CONNECT_TIMEOUT_S = 10.0

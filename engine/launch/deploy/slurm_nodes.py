@@ -15,7 +15,7 @@ from outloop.buffer.errors import DeadlineExceeded, SettingsError
 from outloop.buffer.settings import Settings
 from outloop.engine.launch.deploy.run_nodes import RunNode
 from outloop.engine.launch.deploy.slurm import Component, components, raw_option
-from outloop.engine.parent_death import die_with_parent
+from outloop.engine.machine.parent_death import die_with_parent
 
 _ASK_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 30.0

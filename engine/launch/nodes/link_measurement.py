@@ -33,7 +33,7 @@ from outloop.engine.launch.nodes.answers import (
     SendRate,
     line_of,
 )
-from outloop.engine.network_interface import name_network
+from outloop.engine.machine.network_interface import name_network
 
 _NUM_EXCHANGES = 8
 _FIRST_BYTES = 2**20

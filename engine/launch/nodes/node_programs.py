@@ -14,7 +14,7 @@ from types import TracebackType
 import msgspec
 
 from outloop.engine.launch.nodes.answers import Answer, read_line
-from outloop.engine.parent_death import die_with_parent
+from outloop.engine.machine.parent_death import die_with_parent
 
 _STOP_TIMEOUT_S = 20.0
 _NUM_LAST_LINES = 3

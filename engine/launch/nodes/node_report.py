@@ -18,7 +18,6 @@ from pathlib import Path
 import click
 
 from outloop.buffer.settings import Settings, build_settings
-from outloop.engine.gpu_libraries import libraries_of
 from outloop.engine.launch.deploy.parts import gpus_of_server, gpus_of_trainer_node
 from outloop.engine.launch.deploy.run_nodes import CONTROL
 from outloop.engine.launch.doctor import examine_machine
@@ -26,8 +25,9 @@ from outloop.engine.launch.finding import Finding, bad, good
 from outloop.engine.launch.nccl_release import uses_nccl
 from outloop.engine.launch.nodes.answers import FolderIdentity, NodeReport, line_of
 from outloop.engine.launch.run_readiness import examine_run
+from outloop.engine.machine.gpu_libraries import libraries_of
+from outloop.engine.machine.visible_gpus import list_gpus
 from outloop.engine.serve.sglang.cpu_environment import find_python
-from outloop.engine.visible_gpus import list_gpus
 
 SERVERS_NCCL = "NCCL of server.sglang_python"
 _SHORT_FILE_BYTES = 1_000_000

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.engine.gpu_libraries import libraries_of
+from outloop.engine.machine.gpu_libraries import libraries_of
+from outloop.engine.machine.visible_gpus import VISIBLE, list_gpus, visible_gpus
 from outloop.engine.serve.sglang.cpu_environment import find_python
-from outloop.engine.visible_gpus import VISIBLE, list_gpus, visible_gpus
 
 _CUDA_FOLDERS = (Path("/usr/local/cuda/lib64"),)
 _ASK_TIMEOUT_S = 120.0

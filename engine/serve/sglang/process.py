@@ -23,8 +23,8 @@ from outloop.buffer.errors import DeadlineExceeded, PartFailed, SettingsError
 from outloop.buffer.registry import advertised_url
 from outloop.buffer.settings import Settings
 from outloop.buffer.tls import check_certificate
-from outloop.engine.parent_death import die_with_parent
-from outloop.engine.port_reservation import hold_port
+from outloop.engine.machine.parent_death import die_with_parent
+from outloop.engine.machine.port_reservation import hold_port
 from outloop.engine.serve.health import Watch
 from outloop.engine.serve.sglang.arguments import (
     REFUSED_EXIT_CODE,

@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from outloop.engine.gpu_libraries import own_libraries
+from outloop.engine.machine.gpu_libraries import own_libraries
 from outloop.engine.publish.flattened_bucket import PayloadRefused, read_bucket
 from outloop.engine.publish.process_group import in_thread
 from outloop.engine.serve.torch_server.constrained_decoding import Grammars

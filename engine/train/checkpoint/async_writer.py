@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from outloop.buffer.errors import CheckpointFailed
 from outloop.buffer.records import CheckpointMark
-from outloop.engine.memory_shortage import is_memory_shortage
+from outloop.engine.machine.memory_shortage import is_memory_shortage
 from outloop.engine.train.checkpoint import checkpoint_format
 from outloop.engine.train.megatron.model_and_optimizer import (
     Policy,

@@ -14,7 +14,7 @@ import torch
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings.trainer import TrainerSettings
-from outloop.engine.visible_gpus import Gpu, list_gpus
+from outloop.engine.machine.visible_gpus import Gpu, list_gpus
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """How many queues a process has to a device; CUDA reads it when the process first uses one."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outloop.buffer.errors import OutloopError, PartFailed, RankKilled, SettingsError
-from outloop.engine.memory_shortage import is_memory_shortage
+from outloop.engine.machine.memory_shortage import is_memory_shortage
 
 Result = TypeVar("Result")
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from outloop.buffer.errors import DeadlineExceeded, OutloopError, PartFailed
-from outloop.engine.memory_shortage import is_memory_shortage
+from outloop.engine.machine.memory_shortage import is_memory_shortage
 
 _LOOK_S = 0.5
 """How often it is looked whether the training thread has lost a rank; the store cannot tell."""

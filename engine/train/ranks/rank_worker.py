@@ -22,7 +22,8 @@ from outloop.buffer.records import CheckpointMark, Float32
 from outloop.buffer.run import Run
 from outloop.buffer.settings import Settings
 from outloop.buffer.trajectories.trained import keeps_trajectories
-from outloop.engine.kept_versions import version_folder
+from outloop.engine.machine.visible_gpus import own_gpu
+from outloop.engine.models.kept_versions import version_folder
 from outloop.engine.publish.buckets.plan import Place, TensorSpec
 from outloop.engine.publish.sending.orders import Order, Outcome
 from outloop.engine.publish.sending.sending_rank import SendingRank, ShareReader
@@ -103,7 +104,6 @@ from outloop.engine.train.step.update_speed import (
     own_peak,
     update_operations,
 )
-from outloop.engine.visible_gpus import own_gpu
 
 _LAST_SAVE_S = 30.0
 """Within what torchrun and the launcher grant a trainer that they end."""

@@ -33,7 +33,7 @@ from outloop.buffer.errors import (
     SettingsError,
     UpdateRefused,
 )
-from outloop.engine.memory_shortage import is_memory_shortage
+from outloop.engine.machine.memory_shortage import is_memory_shortage
 
 _FAILURE = "outloop/failure"
 _GLOO_TRANSPORT = re.compile(r"\[\S*gloo/transport/\S+\] |Application timeout caused pair closure")

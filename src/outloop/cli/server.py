@@ -20,7 +20,7 @@ from outloop.cli.parts import log_ready, open_as, run_until_signalled
 @ADVERTISE
 def server(run_dir: Path, index: int, frozen: bool, port: int, advertise: str | None) -> None:
     """Run one server of a run."""
-    from outloop.engine.network_interface import name_network
+    from outloop.engine.machine.network_interface import name_network
 
     name = f"frozen-{index}" if frozen else f"server-{index}"
     run = open_as(name, run_dir)

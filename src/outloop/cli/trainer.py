@@ -35,7 +35,7 @@ def trainer(run_dir: Path) -> None:
         return
     from outloop.engine.launch.stop_signals import stop_on_signals
     from outloop.engine.launch.torchrun import as_rank
-    from outloop.engine.network_interface import name_network
+    from outloop.engine.machine.network_interface import name_network
 
     threading.excepthook = end_without_memory
     with as_rank(), stop_on_signals() as stop:
@@ -61,7 +61,7 @@ def end_process(error: PartFailed) -> None:
 def end_without_memory(ended: threading.ExceptHookArgs) -> None:
     """For `threading.excepthook`: a thread that got no memory ends the process, since others may
     wait for it; one that ends by anything else is shown."""
-    from outloop.engine.memory_shortage import is_memory_shortage
+    from outloop.engine.machine.memory_shortage import is_memory_shortage
 
     if ended.exc_value is None or not is_memory_shortage(ended.exc_value):
         threading.__excepthook__(ended)

@@ -14,8 +14,8 @@ import structlog
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.records import ServerEntry
 from outloop.buffer.settings import Settings
+from outloop.engine.machine.this_machine import is_elsewhere
 from outloop.engine.publish.handed_over_memory import HandedOverMemory, refuse_servers_elsewhere
-from outloop.engine.this_machine import is_elsewhere
 
 OWN = [
     entry.address

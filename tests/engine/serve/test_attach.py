@@ -16,7 +16,7 @@ from outloop.buffer.redis.embedded import EmbeddedRedis
 from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
-from outloop.engine.gpu_libraries import own_libraries
+from outloop.engine.machine.gpu_libraries import own_libraries
 from outloop.engine.publish.server_client import ServerClient
 from outloop.engine.serve.main import serve
 

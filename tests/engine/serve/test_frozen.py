@@ -17,7 +17,7 @@ from outloop.buffer.redis.run_meta import init_run
 from outloop.buffer.run import Run, create_run
 from outloop.buffer.settings import build_settings
 from outloop.buffer.writer import BufferWriter
-from outloop.engine.kept_versions import (
+from outloop.engine.models.kept_versions import (
     due_version,
     kept_versions,
     remove_from,

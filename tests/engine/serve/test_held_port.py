@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from outloop.engine.port_reservation import hold_port
+from outloop.engine.machine.port_reservation import hold_port
 
 
 async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import TrainerSettings
+from outloop.engine.machine.visible_gpus import Gpu
 from outloop.engine.train.megatron.device import (
     choose_device,
     gpu_number,
@@ -20,7 +21,6 @@ from outloop.engine.train.megatron.device import (
 from outloop.engine.train.megatron.model_and_optimizer import Policy, optimizer_parts
 from outloop.engine.train.megatron.optimizer_state import put_moments
 from outloop.engine.train.step.policy_update import logit_chunks
-from outloop.engine.visible_gpus import Gpu
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from outloop.buffer.errors import (
     RankKilled,
     SettingsError,
 )
-from outloop.engine.memory_shortage import is_memory_shortage
+from outloop.engine.machine.memory_shortage import is_memory_shortage
 from outloop.engine.train.ranks.watchdog import Watchdog
 
 WAIT_S = 60.0

@@ -6,7 +6,7 @@ import pytest
 
 from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
-from outloop.engine.network_interface import name_network
+from outloop.engine.machine.network_interface import name_network
 
 TWO = ("eth0", "ib0")
 

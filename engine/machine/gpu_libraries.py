@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from outloop.buffer.records import Libraries
-from outloop.engine import gpu_library_probe
-from outloop.engine.gpu_library_probe import MARK, releases
+from outloop.engine.machine import gpu_library_probe
+from outloop.engine.machine.gpu_library_probe import MARK, releases
 
 _ASK_TIMEOUT_S = 120.0
 
