@@ -119,8 +119,8 @@ class Run:
             SettingsError: the copy of the policy's tokenizer in the folder cannot be read.
             BufferUnavailable: the run has no archive, and its Redis is gone.
         """
-        from outloop.buffer.cli.open_run import joined
         from outloop.buffer.errors import BufferUnavailable
+        from outloop.buffer.open_run import joined
         from outloop.buffer.trajectories.folder import FOLDER, MANIFEST
         from outloop.buffer.transcripts import Transcript, read_transcripts
 

@@ -24,8 +24,8 @@ import psutil
 from audit import account_of
 from hosts import Host
 
-from outloop.buffer.cli.open_run import redis_of
 from outloop.buffer.errors import BufferUnavailable
+from outloop.buffer.open_run import redis_of
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.keys import prefix

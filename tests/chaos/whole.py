@@ -27,7 +27,7 @@ from audit import account_of, is_sound, read_held, read_marks, slot_of, survivin
 from reliability_page import record_ledger
 from tiny import ROLLOUTS, make_model
 
-from outloop.buffer.cli.open_run import redis_of
+from outloop.buffer.open_run import redis_of
 from outloop.buffer.reader import BufferReader
 from outloop.buffer.run import load_run
 

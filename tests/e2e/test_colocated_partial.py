@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outloop.buffer.cli.open_run import joined
+from outloop.buffer.open_run import joined
 from outloop.buffer.trajectories.folder import FOLDER
 from outloop.buffer.trajectories.reading import read_trajectories
 

@@ -15,7 +15,7 @@ import pytest
 from fakes import long_conversation
 from fakes.tap import Tap
 from fakes.torch_server_process import ServerProcess
-from outloop.buffer.cli.open_run import joined
+from outloop.buffer.open_run import joined
 from outloop.buffer.records import Trajectory
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

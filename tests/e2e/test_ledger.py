@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outloop.buffer.cli.open_run import joined
+from outloop.buffer.open_run import joined
 from outloop.buffer.store.ledger import REACHED_TRAINER, Ledger
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

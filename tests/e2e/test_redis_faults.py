@@ -20,7 +20,7 @@ from fakes.command_run import (
     training,
 )
 from fakes.small_disk import can_mount, small_disk
-from outloop.buffer.cli.open_run import joined
+from outloop.buffer.open_run import joined
 from outloop.buffer.trajectories.steps import read_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]

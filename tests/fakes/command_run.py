@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from outloop.buffer.cli.open_run import joined
+from outloop.buffer.open_run import joined
 from outloop.buffer.store.ledger import REACHED_TRAINER
 from outloop.buffer.telemetry import read_metrics
 from outloop.buffer.trajectories.steps import read_steps

@@ -11,8 +11,6 @@ from typing import NoReturn
 
 import click
 
-from outloop.buffer.cli.buffer import buffer
-from outloop.buffer.cli.tasks import tasks
 from outloop.buffer.errors import (
     RANK_KILLED_EXIT_CODE,
     SETTINGS_EXIT_CODE,
@@ -23,6 +21,7 @@ from outloop.buffer.errors import (
 )
 from outloop.buffer.terminal import echo
 from outloop.cli.archiver import archiver
+from outloop.cli.buffer import buffer
 from outloop.cli.check import check
 from outloop.cli.completion import completion
 from outloop.cli.convert import convert
@@ -47,6 +46,7 @@ from outloop.cli.settings import settings
 from outloop.cli.status import status
 from outloop.cli.submit import submit
 from outloop.cli.tail import tail
+from outloop.cli.tasks import tasks
 from outloop.cli.tracker import tracker
 from outloop.cli.train import train
 from outloop.cli.trainer import trainer

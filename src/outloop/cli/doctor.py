@@ -39,7 +39,7 @@ def doctor(run_dir: Path | None, config: Path | None, on: Literal["here", "slurm
     if on != "here" and config is None:
         raise click.UsageError(f"--on {on} needs --config PATH: the run whose nodes are examined")
     if run_dir is not None:
-        from outloop.buffer.cli.buffer import show_drift
+        from outloop.cli.buffer import show_drift
 
         return show_drift(run_dir)
     from outloop.engine.launch.doctor import examine

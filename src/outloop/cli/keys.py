@@ -23,7 +23,7 @@ def keys() -> None:
 
 @contextmanager
 def _keys_of(run_dir: Path) -> Iterator[RunnerKeys]:
-    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.open_run import joined
 
     with joined(run_dir) as reader:
         yield reader.runner_keys

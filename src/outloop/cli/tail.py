@@ -23,7 +23,7 @@ def tail(run_dir: Path, failed: bool, full: bool, old: bool) -> None:
 
     Ends with the run, or by Ctrl-C.
     """
-    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.open_run import joined
     from outloop.buffer.transcripts import Transcripts
     from outloop.engine.launch.stop_signals import stop_on_signals
 

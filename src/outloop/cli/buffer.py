@@ -38,7 +38,7 @@ def buffer() -> None:
 @_RUN
 def stats(run_dir: Path) -> None:
     """Counters since the run began, sizes now, and what happened to every attempt."""
-    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.open_run import joined
     from outloop.buffer.stats import STATS
 
     with joined(run_dir) as reader:
@@ -58,7 +58,7 @@ def limits(run_dir: Path, pipeline_depth: str | None, max_staleness: int | None)
 
     What is too old under a lower --max-staleness is played again.
     """
-    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.open_run import joined
     from outloop.buffer.settings.buffer import beyond_age
 
     with joined(run_dir) as reader:
@@ -89,8 +89,8 @@ def _depth(text: str | None) -> Any:
 @_RUN
 def show(episode: str, run_dir: Path) -> None:
     """One episode with its turns."""
-    from outloop.buffer.cli.open_run import joined
     from outloop.buffer.errors import NotFound
+    from outloop.buffer.open_run import joined
 
     with joined(run_dir) as reader:
         found = reader.load_episode(episode)
@@ -123,7 +123,7 @@ def dead() -> None:
 @_RUN
 def list_all(run_dir: Path) -> None:
     """Every dead letter, oldest first."""
-    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.open_run import joined
 
     with joined(run_dir) as reader:
         letters = reader.dead_letters.list_all()
@@ -145,7 +145,7 @@ def list_all(run_dir: Path) -> None:
 )
 def inspect_dead_letter(group: str, run_dir: Path, folder: Path | None) -> None:
     """One dead letter with its scored episodes."""
-    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.open_run import joined
 
     with joined(run_dir) as reader:
         letter, episodes = reader.dead_letters.read(group)
@@ -173,7 +173,7 @@ def inspect_dead_letter(group: str, run_dir: Path, folder: Path | None) -> None:
 @_RUN
 def requeue_dead_letters(groups: tuple[str, ...], run_dir: Path) -> None:
     """Have the slots of dead letters played again, before new ones."""
-    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.open_run import joined
 
     with joined(run_dir) as reader:
         for group_id in groups:
@@ -186,7 +186,7 @@ def requeue_dead_letters(groups: tuple[str, ...], run_dir: Path) -> None:
 @_RUN
 def drop_dead_letters(groups: tuple[str, ...], run_dir: Path) -> None:
     """Forget dead letters and their episodes."""
-    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.open_run import joined
 
     with joined(run_dir) as reader:
         for group_id in groups:
@@ -203,7 +203,7 @@ def export_file(file: Path, run_dir: Path) -> None:
     Evaluation episodes are included; those that a client opened by itself are kept for an hour
     after their end. Groups that a checkpoint contains are not in Redis any more.
     """
-    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.open_run import joined
 
     with joined(run_dir) as reader:
         number, damaged = reader.archive.write(file)
@@ -217,7 +217,7 @@ def export_file(file: Path, run_dir: Path) -> None:
 @click.option("--final", is_flag=True, help="No more trajectories for SFT will come.")
 def import_file(file: Path, run_dir: Path, skip_bad: bool, final: bool) -> None:
     """Store the trajectories for SFT of FILE, as written by export."""
-    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.open_run import joined
 
     with joined(run_dir) as reader:
         stored, left_out = reader.archive.read(file, skip_bad=skip_bad, final=final)
@@ -232,7 +232,7 @@ def purge(run_dir: Path) -> None:
 
     If the run is started again, it resumes from its last checkpoint; other groups are lost.
     """
-    from outloop.buffer.cli.open_run import purge as purge_run
+    from outloop.buffer.open_run import purge as purge_run
 
     echo(f"{purge_run(run_dir)} keys removed")
 
@@ -364,8 +364,8 @@ def _all_trajectories(run_dir: Path) -> Iterator[Trajectory]:
     """Those in the archive, then those that only Redis has, if it is there."""
     import importlib.util
 
-    from outloop.buffer.cli.open_run import joined
     from outloop.buffer.errors import BufferUnavailable
+    from outloop.buffer.open_run import joined
     from outloop.buffer.records import Trajectory
     from outloop.buffer.trajectories.folder import FOLDER, MANIFEST
 

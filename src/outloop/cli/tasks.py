@@ -28,7 +28,7 @@ def weights(run_dir: Path, changes: tuple[str, ...]) -> None:
     """Show the weights of the task sources, or change them from the next group on."""
     from rich.console import Console
 
-    from outloop.buffer.cli.open_run import joined
+    from outloop.buffer.open_run import joined
     from outloop.buffer.rich_terminal import PlainTable, show_table
 
     wanted = dict(_parse(change) for change in changes)
