@@ -1,6 +1,6 @@
 # Three commands matter: `make demo`, `make check` (a minute) and `make test` (minutes). Each installs what it
 # needs into .venv first.
-.PHONY: demo check test test-slow test-pythons lock durations docs test-container lint format test-checkout test-wheel test-search install bwrap chromium test-browser test-parity test-chaos test-redis bench-loop bench-buffer bench-view bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
+.PHONY: demo check test test-slow test-pythons lock docs test-container lint format test-checkout test-wheel test-search install bwrap chromium test-browser test-parity test-chaos test-redis bench-loop bench-buffer bench-view bench-publish bench-trainer gpu-check bench-learning clean venv-sglang compose-check compose-test test-sglang
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3.11
@@ -16,7 +16,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # requirements.lock is for Python 3.11 on Linux x86-64; `no` takes what pyproject.toml allows.
 LOCKED ?= $(if $(filter Linux.x86_64.python3.11,$(shell uname -s).$(shell uname -m).$(notdir $(PYTHON))),yes,no)
 PYTEST := -m pytest -n 2 --dist worksteal
-# Which tests are slow and medium is in tests/durations.toml.
+# Slow tests take 8 s or more, medium ones 0.25 s or more; their markers stand on them.
 HERE := not clients and not sglang and not parity and not gpu and not chaos and not container and not browser and not slurm and not ray and not node
 LIGHT := "$(HERE) and not e2e and not slow"
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -199,11 +199,6 @@ test-latest:
 	$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[laptop,dev]'
 	CUDA_VISIBLE_DEVICES= $(ONE_THREAD) $(LATEST)/bin/python $(PYTEST) tests/engine tests/launch -m $(LIGHT)
 	CUDA_VISIBLE_DEVICES= $(ONE_THREAD) $(LATEST)/bin/python -m pytest -m parity tests/engine/train/test_parity.py
-
-# Runs everything once more to see which tests are slow; an idle machine.
-durations: $(STAMP) bwrap
-	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests --junitxml=build/durations.xml
-	$(BIN)/python tests/durations.py build/durations.xml
 
 # Property tests on fresh examples; what it finds becomes an @example or a fix.
 test-search: $(STAMP) bwrap

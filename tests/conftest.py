@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import threading
-import tomllib
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,24 +24,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """All but `-m gpu` is about the CPU, on machines that have a GPU too."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-ROOT = Path(__file__).resolve().parents[1]
-_DURATIONS: dict[str, dict[str, list[str]]] = tomllib.loads(
-    (ROOT / "tests/durations.toml").read_text()
-)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what durations.toml calls slow or medium."""
-    for item in items:
-        if not isinstance(item, pytest.Function) or not item.path.is_relative_to(ROOT):
-            continue
-        file = str(item.path.relative_to(ROOT))
-        for marker, files in _DURATIONS.items():
-            if item.originalname in files.get(file, ()):
-                item.add_marker(marker)
 
 
 VOCAB_SIZE = 400

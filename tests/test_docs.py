@@ -28,6 +28,7 @@ def generate() -> ModuleType:
     return module
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "name", ["settings.md", "metrics.md", "python.md", "../examples/gpu/README.md"]
 )
@@ -37,6 +38,7 @@ def test_a_generated_page_is_what_the_code_says(name: str, generate: ModuleType)
 
 
 # Half a minute of computing, on a machine that may have more to do.
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_scaling_page_is_what_its_plan_says(generate: ModuleType) -> None:
     """`make docs` was run after the last change of a formula, the simulator or its file."""

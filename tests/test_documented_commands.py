@@ -177,6 +177,7 @@ def run_until(folder: Path, command: str, words: str) -> str:
         return f"ended without {words!r}: {shown}"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 def test_every_documented_command_runs(folder: Path) -> None:

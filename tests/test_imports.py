@@ -18,6 +18,7 @@ def _loaded_after(statement: str) -> set[str]:
     return set(answer.stdout.split())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("statement", "forbidden"),
     [

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("router", "engine", "buffer", "envs", "examples", "src/outloop")
 BANNED_NAMES = {"utils", "common", "helpers", "misc", "legacy", "patches"}
@@ -19,6 +21,7 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
     assert not [path for path in files if {path.stem, *path.parts} & BANNED_NAMES]
 
 
+@pytest.mark.medium
 def test_tests_use_no_private_name_of_ours_and_patch_nothing_of_ours() -> None:
     """They use public names, and pass in what they want another to use."""
     ours = {

@@ -22,6 +22,7 @@ def build() -> ModuleType:
     return module
 
 
+@pytest.mark.medium
 def test_every_page_is_in_the_navigation(tmp_path: Path, build: ModuleType) -> None:
     """Once, and under the sections of docs/index.md where that links to it."""
     build.lay_out(tmp_path)
@@ -37,6 +38,7 @@ def test_every_page_is_in_the_navigation(tmp_path: Path, build: ModuleType) -> N
     assert "docs/trackers.md" in sections["Use"]
 
 
+@pytest.mark.medium
 def test_links_hold_where_pages_are_laid_out(tmp_path: Path, build: ModuleType) -> None:
     """Pages, sources that they link to, and folders by their README."""
     folder = tmp_path / "pages"

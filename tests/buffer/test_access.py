@@ -40,6 +40,7 @@ def _tls(front: TlsFront, **changes: Any) -> dict[str, Any]:
     return {name: value for name, value in (files | changes).items() if value is not None}
 
 
+@pytest.mark.medium
 async def test_a_run_trains_over_tls(front: TlsFront, loop_on: Callable[..., Any]) -> None:
     """Both faces, by certificates of the run's own authority."""
     words = _tls(front)
@@ -49,6 +50,7 @@ async def test_a_run_trains_over_tls(front: TlsFront, loop_on: Callable[..., Any
     assert loop.reader.stats()["buffer/acknowledged_groups"] == 2
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("missing", ["buffer__redis_cert_file", "buffer__redis_ca_file"])
 def test_a_peer_that_cannot_be_trusted_is_refused(
     front: TlsFront, make_run: Callable[..., Run], tmp_path: Path, missing: str
@@ -64,6 +66,7 @@ def test_a_peer_that_cannot_be_trusted_is_refused(
         make_run(words["buffer__redis_url"], **words)
 
 
+@pytest.mark.medium
 def test_the_files_of_tls_are_not_written_into_the_url_of_the_run(
     front: TlsFront, make_run: Callable[..., Run]
 ) -> None:

@@ -115,6 +115,7 @@ def assert_equal(left: Trajectory, right: Trajectory) -> None:
                 assert a == b
 
 
+@pytest.mark.medium
 @given(trajectories())
 @settings(max_examples=60, deadline=None)
 def test_a_trajectory_survives_its_line(trajectory: Trajectory) -> None:
@@ -192,6 +193,7 @@ def test_a_wrong_line_is_refused_by_field(
         parse_line(change(format_line(small(make_turn)), *path, value=value))
 
 
+@pytest.mark.medium
 @given(st.binary(max_size=200), st.integers(0, 900), st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_rubbish_raises_nothing_else(rubbish: bytes, at: int, inside: bool) -> None:
@@ -269,6 +271,7 @@ async def test_a_run_is_exported_and_its_sft_data_imported(
     assert (await other.claim()).claims[0].group_id == "g0-1"
 
 
+@pytest.mark.medium
 def test_whatever_was_exported_comes_back_from_another_run(
     url: str, make_run: Callable[..., Any], tmp_path: Path, clients: Any
 ) -> None:

@@ -89,6 +89,7 @@ def test_another_viewer_sees_a_conversation(trajectory: Trajectory) -> None:
     ]
 
 
+@pytest.mark.medium
 def test_an_archive_goes_through_the_command_line(tmp_path: Path) -> None:
     """The recorded demo: what is exported as documents and imported is what --export writes."""
 

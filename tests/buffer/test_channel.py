@@ -60,6 +60,7 @@ async def test_all_listeners_receive_the_same_in_one_order(connect: Callable[...
     assert second == [*first, b"to two"]
 
 
+@pytest.mark.medium
 async def test_a_listener_that_lost_its_connection_receives_again(server: EmbeddedRedis) -> None:
     """It says that it receives nothing until it is back."""
     client = connect_async(server.url)

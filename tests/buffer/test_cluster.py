@@ -44,6 +44,7 @@ def owner_of(run: Run, cluster: Cluster, *, without: int = 0) -> int:
     return cluster.owner(key_slot(hash_tag(run.run_id).encode()), among=among)
 
 
+@pytest.mark.slow
 async def test_nothing_acknowledged_is_lost_when_the_owner_is_killed(
     cluster: Cluster,
     make_run: Callable[..., Run],
@@ -75,6 +76,7 @@ async def test_nothing_acknowledged_is_lost_when_the_owner_is_killed(
     await writer.close()
 
 
+@pytest.mark.slow
 async def test_a_run_moves_with_its_slot(
     cluster: Cluster, make_run: Callable[..., Run], loop_of: Callable[..., Any]
 ) -> None:
@@ -101,6 +103,7 @@ async def test_a_run_moves_with_its_slot(
     await writer.close()
 
 
+@pytest.mark.slow
 def test_a_whole_run_s_keys_are_on_one_primary(
     cluster: Cluster, make_run: Callable[..., Run]
 ) -> None:
@@ -118,6 +121,7 @@ def test_a_whole_run_s_keys_are_on_one_primary(
         server.check()
 
 
+@pytest.mark.medium
 async def test_a_server_that_is_no_cluster_and_one_that_is_away_are_sentences(
     tmp_path: Path,
 ) -> None:

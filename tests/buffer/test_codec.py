@@ -140,6 +140,7 @@ def _assert_equal_turns(left: Turn, right: Turn) -> None:
             assert a == b
 
 
+@pytest.mark.medium
 @given(turns())
 @settings(max_examples=60, deadline=None)
 def test_a_turn_survives_its_bytes(turn: Turn) -> None:
@@ -150,6 +151,7 @@ def test_a_turn_survives_its_bytes(turn: Turn) -> None:
     assert records_codec.encode_turn(decoded) == data
 
 
+@pytest.mark.medium
 @given(EPISODES, st.lists(turns(), max_size=3))
 @settings(max_examples=30, deadline=None)
 def test_a_trajectory_survives_its_bytes(episode: Episode, some_turns: list[Turn]) -> None:
@@ -178,6 +180,7 @@ def test_small_records_survive_their_bytes(
     assert records_codec.decode_task(records_codec.encode_task(task)) == task
 
 
+@pytest.mark.medium
 @given(turns(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_damaged_bytes_are_refused_and_nothing_else(turn: Turn, data: st.DataObject) -> None:

@@ -68,6 +68,7 @@ async def test_a_resumed_episode_names_the_one_it_resumes(
     assert "by duration" in shown
 
 
+@pytest.mark.medium
 async def test_a_run_that_is_not_up_is_looked_at(
     redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
 ) -> None:
@@ -100,6 +101,7 @@ async def test_a_run_that_is_not_up_is_looked_at(
         outloop("show", "g9", *run)
 
 
+@pytest.mark.medium
 async def test_the_limits_of_a_run_are_changed(
     redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
 ) -> None:
@@ -118,6 +120,7 @@ async def test_the_limits_of_a_run_are_changed(
         outloop("limits", "--pipeline-depth", "deep", *run)
 
 
+@pytest.mark.medium
 async def test_purge_removes_a_stopped_run_only(
     redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
 ) -> None:
@@ -167,6 +170,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, outloop: Outloop) -> 
         outloop("stats", "--run", tmp_path)
 
 
+@pytest.mark.medium
 async def test_a_run_without_its_data_is_refused(
     redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
 ) -> None:
@@ -179,6 +183,7 @@ async def test_a_run_without_its_data_is_refused(
     assert not (tmp_path / "t" / "redis").exists()
 
 
+@pytest.mark.medium
 async def test_show_has_scores_error_and_output(
     redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path, outloop: Outloop
 ) -> None:
@@ -199,6 +204,7 @@ async def test_show_has_scores_error_and_output(
         assert words in shown
 
 
+@pytest.mark.medium
 def test_a_new_admin_key_is_in_the_file_and_its_digest_in_redis(
     redis: EmbeddedRedis, make_run: Callable[..., Run], tmp_path: Path
 ) -> None:
@@ -219,6 +225,7 @@ def test_a_new_admin_key_is_in_the_file_and_its_digest_in_redis(
     assert not found.by_digest
 
 
+@pytest.mark.medium
 def test_keys_that_cannot_be_written_are_not_replaced(
     redis: EmbeddedRedis, make_run: Callable[..., Run], tmp_path: Path
 ) -> None:

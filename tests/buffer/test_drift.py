@@ -70,6 +70,7 @@ def test_every_cause_is_explained() -> None:
     assert all(explanation and advice for explanation, advice in EXPLANATIONS.values())
 
 
+@pytest.mark.medium
 async def test_the_doctor_explains_a_run(
     redis: EmbeddedRedis,
     loop_on: Callable[..., Any],
@@ -93,6 +94,7 @@ async def test_the_doctor_explains_a_run(
     assert "thinking_retention" in result.output
 
 
+@pytest.mark.medium
 async def test_the_doctor_knows_what_redis_has_freed(
     redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from outloop.buffer.records import Trajectory, Turn
 from outloop.buffer.redis.embedded import EmbeddedRedis
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
 async def test_a_killed_redis_loses_nothing_acknowledged(
     loop_on: Callable[..., Any],
@@ -52,6 +53,7 @@ async def test_a_killed_redis_loses_nothing_acknowledged(
         assert loop.reader.stats()["buffer/acknowledged_groups"] == 1
 
 
+@pytest.mark.medium
 async def test_a_full_redis_holds_producers_and_lets_the_trainer_free_memory(
     loop_on: Callable[..., Any], make_turn: Callable[..., Turn], tmp_path: Path
 ) -> None:
@@ -99,6 +101,7 @@ async def test_a_forgotten_script_is_sent_again(start: Callable[..., Any]) -> No
     assert len(loop.take()) == 2
 
 
+@pytest.mark.medium
 async def test_a_full_redis_keeps_dead_letters_and_lets_them_be_resolved(
     loop_on: Callable[..., Any], make_turn: Callable[..., Turn], tmp_path: Path
 ) -> None:
@@ -124,6 +127,7 @@ async def test_a_full_redis_keeps_dead_letters_and_lets_them_be_resolved(
         assert (await loop.claim(1)).claims[0].group_id == "g0-4"
 
 
+@pytest.mark.medium
 async def test_an_import_into_a_full_redis_is_refused_and_may_be_repeated(
     loop_on: Callable[..., Any], make_trajectory: Callable[..., Trajectory], tmp_path: Path
 ) -> None:

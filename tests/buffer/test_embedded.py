@@ -28,6 +28,7 @@ def _is_running(pid: int) -> bool:
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+@pytest.mark.medium
 def test_data_survives_an_orderly_stop_and_a_kill(tmp_path: Path) -> None:
     """The same folder gives the same data; each start has a socket of its own."""
     server = EmbeddedRedis(tmp_path / "redis", fsync="everysec", max_memory_mb=64)
@@ -50,6 +51,7 @@ def test_data_survives_an_orderly_stop_and_a_kill(tmp_path: Path) -> None:
         client.close()
 
 
+@pytest.mark.medium
 def test_two_servers_never_share_a_folder(tmp_path: Path) -> None:
     """The second start is refused while the first server lives, even without its parent."""
     with (
@@ -59,6 +61,7 @@ def test_two_servers_never_share_a_folder(tmp_path: Path) -> None:
         EmbeddedRedis(tmp_path, lock_timeout_s=0.2).start()
 
 
+@pytest.mark.medium
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     """A damaged AOF ends the server; its last words are in the error."""
     with EmbeddedRedis(tmp_path) as server:
@@ -118,6 +121,7 @@ def test_the_environment_chooses_the_server(
     assert find_server() == program
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel call is Linux's")
 def test_no_server_outlives_a_killed_parent(tmp_path: Path) -> None:
     """After kill -9 of the parent the server ends by itself and its folder is free again."""
@@ -142,6 +146,7 @@ def test_no_server_outlives_a_killed_parent(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.medium
 def test_errors_of_redis_become_sentences(tmp_path: Path) -> None:
     """Full, gone and unreadable: each says what to do, and no password is repeated."""
     with EmbeddedRedis(tmp_path, max_memory_mb=3) as server:

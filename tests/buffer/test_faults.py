@@ -55,6 +55,7 @@ async def _fill(loop: Any, make_turn: Callable[..., Turn], episode_id: str) -> i
     raise AssertionError("the disk was never full")
 
 
+@pytest.mark.medium
 async def test_a_full_disk_is_reported_and_costs_nothing_acknowledged(
     small_disk: None, loop_on: Callable[..., Any], make_turn: Callable[..., Turn], tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ async def _until_accepted(call: Callable[[], Any]) -> None:
                 return
 
 
+@pytest.mark.medium
 async def test_a_server_that_syncs_always_ends_on_a_full_disk_and_keeps_what_it_acknowledged(
     small_disk: None, loop_on: Callable[..., Any], make_turn: Callable[..., Turn], tmp_path: Path
 ) -> None:
@@ -122,6 +124,7 @@ def refuses_scripts(client: Any) -> bool:
     return False
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("command", "undo", "advice"),
     [
@@ -180,6 +183,7 @@ def link(tmp_path: Path) -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("fsync", ["always", "everysec"])
 async def test_a_server_that_comes_back_empty_is_refused_by_whoever_is_connected(
     link: Path,
@@ -222,6 +226,7 @@ async def test_a_server_that_comes_back_empty_is_refused_by_whoever_is_connected
         assert loop.reader.client.dbsize() == 0
 
 
+@pytest.mark.medium
 async def test_posts_in_any_order_record_a_prefix_of_the_episode(
     start: Callable[..., Any], make_turn: Callable[..., Turn]
 ) -> None:

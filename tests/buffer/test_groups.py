@@ -72,6 +72,7 @@ async def test_an_incomplete_group_waits_for_its_attempts(
     assert len(lease.group.trajectories) == 2
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("max_staleness", "depth"), [(1, 1), (3, 1), (2, "auto")])
 async def test_slow_groups_are_not_starved(
     start: Callable[..., Any], max_staleness: int, depth: Any

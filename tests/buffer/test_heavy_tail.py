@@ -106,6 +106,7 @@ def simulate(start: Callable[..., Any], clock: Any) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("where", ["redis"], indirect=True)
 async def test_no_level_loses_slow_episodes_and_all_are_faster(
     simulate: Callable[..., Any],

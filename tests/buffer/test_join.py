@@ -54,6 +54,7 @@ async def test_an_empty_redis_is_noticed_when_joining_and_at_every_call(
         await BufferWriter.connect(loop.reader.run, connect_client=clients.asynchronous)
 
 
+@pytest.mark.medium
 def test_an_unreachable_redis_is_a_sentence(make_run: Callable[..., Run], tmp_path: Path) -> None:
     """No hang, no redis-py exception."""
     with EmbeddedRedis(tmp_path / "redis") as server:

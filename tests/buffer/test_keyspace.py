@@ -255,6 +255,7 @@ async def test_every_key_has_its_declared_creator(clients: Any, play_on: Play) -
     assert {spec.name for spec in KEYS} == {name for name in by_spec if by_spec[name]}
 
 
+@pytest.mark.medium
 async def test_a_real_run_s_keys_are_the_declared_ones(
     server: EmbeddedRedis, play_on: Play
 ) -> None:

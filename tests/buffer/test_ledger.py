@@ -111,6 +111,7 @@ async def test_cutting_too_many_stops_the_run(start: Callable[..., Any], clock: 
         loop.take(2)
 
 
+@pytest.mark.medium
 async def test_losing_too_many_to_staleness_stops_the_run(start: Callable[..., Any]) -> None:
     """The second way in which slow episodes are lost: a trainer that takes less than a batch a step
     leaves groups until they are too old. They are played again, and counted."""

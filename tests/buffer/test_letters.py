@@ -115,6 +115,7 @@ async def test_a_run_that_begins_anew_plays_the_slot_anyway(
     loop.reader.dead_letters.discard(group_id)
 
 
+@pytest.mark.medium
 async def test_letters_are_bounded(start: Callable[..., Any]) -> None:
     """The last 256 are kept, the newest 16 with their episodes; no data of others stays."""
     loop = await start(env__max_replacements=0, buffer__max_staleness=1, trainer__groups_per_step=8)

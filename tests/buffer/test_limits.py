@@ -74,6 +74,7 @@ class Trainer:
         await self.claim()
 
 
+@pytest.mark.medium
 async def test_the_depth_grows_while_the_trainer_lacks_groups(
     start: Callable[..., Any], clock: Any
 ) -> None:
@@ -96,6 +97,7 @@ async def test_the_depth_grows_while_the_trainer_lacks_groups(
     assert stats["buffer/wait/short_s"] > 100 > stats["buffer/wait/slow_groups_s"] == 0
 
 
+@pytest.mark.medium
 async def test_the_depth_falls_while_groups_are_left_over(
     start: Callable[..., Any], clock: Any
 ) -> None:
@@ -114,6 +116,7 @@ async def test_the_depth_falls_while_groups_are_left_over(
     assert loop.reader.stats()["buffer/depth/raised"] == 0
 
 
+@pytest.mark.medium
 async def test_no_more_is_started_where_slow_groups_are_what_is_waited_for(
     start: Callable[..., Any], clock: Any
 ) -> None:

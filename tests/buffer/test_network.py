@@ -130,6 +130,7 @@ async def test_cuts_at_any_moment_break_nothing(wire: BadWire, loop_on: Callable
     assert stats["buffer/superseded_episodes"] == 0
 
 
+@pytest.mark.medium
 async def test_a_server_that_falls_silent_is_given_up_in_time(
     wire: BadWire,
     loop_on: Callable[..., Any],
@@ -153,6 +154,7 @@ async def test_a_server_that_falls_silent_is_given_up_in_time(
     assert loop.reader.sft_progress() == (16, True)
 
 
+@pytest.mark.medium
 async def test_a_slow_network_is_only_slow(wire: BadWire, loop_on: Callable[..., Any]) -> None:
     """50 ms each way: everything works, answers stay with their questions."""
     loop = await loop_on(wire.url)

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from outloop.buffer.redis.client import connect_sync
 from outloop.buffer.redis.embedded import EmbeddedRedis
 
@@ -20,6 +22,7 @@ def called_by_scripts() -> set[str]:
     return {name.lower() for name in names}
 
 
+@pytest.mark.medium
 async def test_no_command_is_newer_than_redis_6_2(
     loop_on: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def during_outage(server: EmbeddedRedis, call: Callable[[], T], away_s: float = 
         return calling.result(10)
 
 
+@pytest.mark.medium
 def test_a_call_waits_for_a_server_that_was_killed(
     own_server: EmbeddedRedis, patient: BufferReader
 ) -> None:
@@ -71,6 +72,7 @@ def test_a_call_waits_for_a_server_that_was_killed(
     assert patient.highest_version() == 0
 
 
+@pytest.mark.medium
 def test_a_call_gives_up_at_its_bound(
     own_server: EmbeddedRedis, make_run: Callable[..., Run]
 ) -> None:
@@ -98,6 +100,7 @@ def test_without_a_bound_nothing_is_waited_for(
     reader.close()
 
 
+@pytest.mark.medium
 def test_joining_waits_for_a_server_that_is_started_later(
     own_server: EmbeddedRedis, make_run: Callable[..., Run]
 ) -> None:
@@ -108,6 +111,7 @@ def test_joining_waits_for_a_server_that_is_started_later(
     reader.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("is_script", [True, False])
 def test_a_server_that_comes_back_empty_is_refused_at_once(
     is_script: bool, own_server: EmbeddedRedis, patient: BufferReader, tmp_path: Path
@@ -124,6 +128,7 @@ def test_a_server_that_comes_back_empty_is_refused_at_once(
         patient.check_run()
 
 
+@pytest.mark.medium
 async def test_a_server_that_lost_its_last_writes_is_told_from_one_that_lost_none(
     own_server: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path
 ) -> None:

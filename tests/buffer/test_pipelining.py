@@ -77,6 +77,7 @@ async def test_a_caller_that_gives_up_takes_no_answer_of_another(
         assert used == EpisodeUsage(1, len(turn.prompt_ids) + len(turn.output_ids))
 
 
+@pytest.mark.medium
 async def test_a_silent_server_is_given_up_and_asked_again_on_another_connection(
     loop_on, make_turn, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def test_every_epoch_is_a_permutation(num_tasks: int, epoch: int, seed: int) -> 
     assert order == [task_index(slot, num_tasks, seed) for slot in slots]
 
 
+@pytest.mark.medium
 def test_an_epoch_of_a_long_list_is_a_permutation_too() -> None:
     """Its order is computed slot by slot."""
     num_tasks = STORED_ORDER_TASKS + 1

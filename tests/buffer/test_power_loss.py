@@ -18,6 +18,7 @@ def _aof(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_bytes_more", [0, 1, 700])
 async def test_what_came_after_the_last_fsync_is_lost_whole(
     num_bytes_more: int, tmp_path: Path, loop_on: Callable[..., Any]

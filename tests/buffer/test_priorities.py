@@ -26,6 +26,7 @@ def tasks(*priorities: int) -> list[Task]:
     ]
 
 
+@pytest.mark.medium
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.integers(-3, 3), min_size=8, max_size=8),

@@ -25,6 +25,7 @@ def games(seed: int, num_games: int, *, copies: int = 1) -> list[Game]:
     return found
 
 
+@pytest.mark.medium
 def test_known_strengths_are_found() -> None:
     """To a few points of Elo; the first player has 0, whoever it played."""
     found = {one.player: one for one in rate(games(0, 60_000))}
@@ -34,6 +35,7 @@ def test_known_strengths_are_found() -> None:
     assert sum(one.num_games for one in found.values()) == 120_000
 
 
+@pytest.mark.medium
 def test_an_interval_holds_the_truth_as_often_as_it_says() -> None:
     """Of the players of 150 made runs 95% to two or three percent; games that are repeated in a
     cluster tell nothing more."""

@@ -46,6 +46,7 @@ def wait_for_obstacle(reader: BufferReader) -> str:
     raise AssertionError("the disk was never full")
 
 
+@pytest.mark.medium
 def test_a_full_disk_is_an_outage_with_a_name(
     disk: SmallDisk, full: EmbeddedRedis, make_run: Callable[..., Run]
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_full_disk_is_an_outage_with_a_name(
     plain.close()
 
 
+@pytest.mark.medium
 def test_the_wait_has_the_bound_of_every_outage(
     disk: SmallDisk, full: EmbeddedRedis, make_run: Callable[..., Run]
 ) -> None:
@@ -97,6 +99,7 @@ def test_the_wait_has_the_bound_of_every_outage(
     plain.close()
 
 
+@pytest.mark.medium
 async def test_a_trainer_never_waits_for_memory_that_only_it_can_free(
     loop_on: Callable[..., Any], tmp_path: Path
 ) -> None:

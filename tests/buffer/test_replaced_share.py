@@ -48,6 +48,7 @@ async def test_the_run_stops_above_the_replaced_share(start: Callable[..., Any])
     assert (stats["buffer/train_attempts"], stats["buffer/resultless_attempts"]) == (201, 5)
 
 
+@pytest.mark.medium
 async def test_few_attempts_stop_nothing(start: Callable[..., Any]) -> None:
     """Before 200 attempts the share says little."""
     loop = await start(**SETTINGS)
@@ -60,6 +61,7 @@ async def test_few_attempts_stop_nothing(start: Callable[..., Any]) -> None:
         loop.take(4)
 
 
+@pytest.mark.medium
 async def test_a_resumed_run_is_judged_anew(start: Callable[..., Any], clock: Any) -> None:
     """What failed before the restart, or was interrupted by it, does not stop the next trainer."""
     loop = await start(**SETTINGS)
@@ -84,6 +86,7 @@ async def test_a_resumed_run_is_judged_anew(start: Callable[..., Any], clock: An
         loop.take(1, version=3)
 
 
+@pytest.mark.medium
 async def test_attempts_given_up_count_too(start: Callable[..., Any]) -> None:
     """With no replacement allowed nothing is replaced, yet the same episodes are missing."""
     loop = await start(**SETTINGS | {"env__max_replacements": 0})

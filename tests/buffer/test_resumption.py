@@ -100,6 +100,7 @@ async def test_what_is_replayed_counts_once_and_the_rest_is_gone(
     assert len(keys_of(loop, "episode:*:turns")) == 1
 
 
+@pytest.mark.medium
 async def test_resumptions_are_bounded(
     start: Callable[..., Any], make_turn: Callable[..., Turn]
 ) -> None:
@@ -217,6 +218,7 @@ async def test_a_record_of_abandoned_versions_is_replaced(
     assert not keys_of(loop, "episode:*:turns")
 
 
+@pytest.mark.medium
 async def test_a_group_that_ends_frees_what_waited_to_be_resumed(
     start: Callable[..., Any], make_turn: Callable[..., Turn], clock: Any
 ) -> None:

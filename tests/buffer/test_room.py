@@ -17,6 +17,7 @@ from outloop.buffer.room import wait_for_room
 from outloop.buffer.telemetry import MetricsWriter, read_metrics
 
 
+@pytest.mark.medium
 def test_a_row_waits_for_room_and_is_written_once(tmp_path: Path) -> None:
     """Though a part of it fitted; the sentence says where there is none."""
     sentences = []
@@ -38,6 +39,7 @@ def test_a_row_waits_for_room_and_is_written_once(tmp_path: Path) -> None:
     assert sentence.endswith("free space there; the trainer waits for room")
 
 
+@pytest.mark.medium
 def test_the_wait_ends_at_its_bound(tmp_path: Path) -> None:
     """With what to do; the note before stays."""
     issued = IssuedVersion(tmp_path, max_full_s=0.6, on_full=lambda sentence: None)
@@ -79,6 +81,7 @@ print("alive")
 """
 
 
+@pytest.mark.medium
 def test_a_part_outlives_the_disk_of_its_log(tmp_path: Path) -> None:
     """What it says is dropped; elsewhere it is not."""
     with Path("/dev/full").open("wb") as full:

@@ -87,6 +87,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
         group.stop()
 
 
+@pytest.mark.slow
 async def test_nothing_acknowledged_is_lost_when_the_primary_is_killed(
     watched: Watched,
     make_run: Callable[..., Run],
@@ -109,6 +110,7 @@ async def test_nothing_acknowledged_is_lost_when_the_primary_is_killed(
     await writer.close()
 
 
+@pytest.mark.slow
 async def test_a_record_that_no_replica_has_is_not_acknowledged(
     watched: Watched, loop_on: Callable[..., Any], make_turn: Callable[..., Any]
 ) -> None:

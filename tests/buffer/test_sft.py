@@ -45,6 +45,7 @@ async def test_other_purposes_are_refused(
         )
 
 
+@pytest.mark.medium
 async def test_a_record_that_is_refused_midway_stores_none(
     start: Callable[..., Any], make_trajectory: MakeTrajectory
 ) -> None:

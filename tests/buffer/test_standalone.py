@@ -40,6 +40,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         yield start
 
 
+@pytest.mark.medium
 def test_what_it_acknowledged_is_there_after_a_kill(serve: Serve) -> None:
     """Durable, without eviction, and closed to those without the password."""
     process, port = serve()
@@ -59,6 +60,7 @@ def test_what_it_acknowledged_is_there_after_a_kill(serve: Serve) -> None:
         assert client.get("kept") == b"1"
 
 
+@pytest.mark.medium
 def test_waiting_ends_with_a_reason(serve: Serve) -> None:
     """Nobody there, by a deadline; a wrong password at once."""
     (free,) = free_ports(1)

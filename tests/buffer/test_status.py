@@ -68,6 +68,7 @@ async def test_status_names_every_part_and_what_is_waited_for(
     assert found["statuses"]["trainer"]["waiting_for"] == "ready groups 1/2"
 
 
+@pytest.mark.medium
 async def test_status_of_a_run_that_is_not_up(
     redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ async def test_status_of_a_run_that_is_not_up(
     assert outloop("status", tmp_path / "t").startswith("t: finished, no launcher")
 
 
+@pytest.mark.medium
 async def test_tail_shows_each_episode_once_and_ends_with_the_run(
     redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -96,6 +98,7 @@ async def test_tail_shows_each_episode_once_and_ends_with_the_run(
     assert "the run is not up; `outloop episodes --run" in outloop("tail", tmp_path / "t")
 
 
+@pytest.mark.medium
 async def test_episodes_are_read_from_the_archive_and_from_redis(
     redis: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -34,6 +34,7 @@ def check(folder: Path, cert: str, key: str, **words: Any) -> None:
     check_certificate("router", settings, **words)
 
 
+@pytest.mark.medium
 def test_a_certificate_that_clients_accept_is_accepted(folder: Path) -> None:
     """By the authority or by itself; an endpoint without one is plain HTTP."""
     check(folder, "server.crt", "server.key")
@@ -41,6 +42,7 @@ def test_a_certificate_that_clients_accept_is_accepted(folder: Path) -> None:
     check_certificate("router", RouterSettings())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("cert", "key", "words", "sentence"),
     [

@@ -74,6 +74,7 @@ async def test_take_waits_with_a_sentence_and_wakes_up(start: Callable[..., Any]
     assert all("ready groups" in sentence for sentence in sentences)
 
 
+@pytest.mark.medium
 async def test_take_ends_at_its_deadline_or_when_asked_to_stop(start: Callable[..., Any]) -> None:
     """The deadline names who is waited for; should_stop gives an empty answer."""
     loop = await start()
@@ -157,6 +158,7 @@ async def test_doomed_attempts_end_at_the_publish(
     loop.reader.ledger().check()
 
 
+@pytest.mark.medium
 async def test_a_group_without_turns_is_never_stale(start: Callable[..., Any]) -> None:
     """Zero-turn episodes count in statistics and hold no tokens that could be old."""
     loop = await start()
@@ -341,6 +343,7 @@ async def test_the_registry_shows_who_is_there(start: Callable[..., Any]) -> Non
     assert (await loop.writer.policy_state()).run_state == "finished"
 
 
+@pytest.mark.medium
 async def test_a_batch_larger_than_what_one_command_takes(start: Callable[..., Any]) -> None:
     """510 groups, some named twice, are taken in order, marked and acknowledged, each once."""
     loop = await start(

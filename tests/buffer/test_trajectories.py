@@ -287,6 +287,7 @@ async def test_the_groups_of_a_run_are_read_as_they_were_taken(
         read_groups(tmp_path)
 
 
+@pytest.mark.medium
 async def test_parts_are_merged_and_the_oldest_removed(
     start: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -335,6 +336,7 @@ def test_merged_files_have_every_row_in_order_in_whole_row_groups(tmp_path: Path
     assert groups == [256, 256, 256, 256, 77]
 
 
+@pytest.mark.medium
 def test_a_row_group_of_long_texts_has_fewer_rows(tmp_path: Path) -> None:
     """So that what is in memory is bounded by bytes too."""
     table = pa.table({"text": [letter * 100_000 for letter in "abcdefgh" * 5]})
@@ -373,6 +375,7 @@ def test_one_archiver_writes_a_folder(tmp_path: Path) -> None:
 
 
 # Four processes are started, each of which may take its minute.
+@pytest.mark.medium
 @pytest.mark.timeout(300)
 async def test_a_process_that_is_killed_again_and_again(
     server: EmbeddedRedis, loop_on: Callable[..., Any], tmp_path: Path

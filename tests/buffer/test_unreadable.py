@@ -114,6 +114,7 @@ def any_change(data: st.DataObject) -> Callable[[bytes], bytes]:
 
 
 # Dozens of runs, as long as each takes on a busy machine.
+@pytest.mark.medium
 @pytest.mark.timeout(300)
 def test_no_bytes_stop_the_reader(
     where: str,

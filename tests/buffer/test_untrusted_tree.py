@@ -61,6 +61,7 @@ def many(root: Path) -> None:
 TREES = (deep, locked, names, links, odd, many)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("build", TREES, ids=lambda build: build.__name__)
 def test_every_tree_is_removed_with_its_folder(
     build: Callable[[Path], None], tmp_path: Path
@@ -74,6 +75,7 @@ def test_every_tree_is_removed_with_its_folder(
     assert [*tmp_path.iterdir()] == [beside]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("build", TREES, ids=lambda build: build.__name__)
 def test_every_tree_of_a_dead_process_is_removed_by_the_next(
     build: Callable[[Path], None], tmp_path: Path

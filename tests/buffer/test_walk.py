@@ -17,6 +17,7 @@ from outloop.buffer.records import Turn
 NUM_STEPS = 300
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(8))
 async def test_any_interleaving_trains_each_slot_once(
     start: Callable[..., Any], clock: Any, make_turn: Callable[..., Turn], seed: int
@@ -98,6 +99,7 @@ class Machine(RuleBasedStateMachine):
         self.walk.check(2 * (self.MAX_STALENESS + 1))
 
 
+@pytest.mark.medium
 def test_no_sequence_of_calls_breaks_an_invariant(
     where: str,
     url: str,

@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_each_slot_is_trained_once_whoever_is_killed() -> None:
     """kill -9 of Redis, trainer and runner at random moments; the auditor finds nothing wrong."""
     words = ("--seeds", "2", "--slots", "16", "--kills", "4")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_each_slot_is_trained_once_whichever_call_a_real_part_dies_in() -> None:
     """Real parts die before and after an acknowledgement and elsewhere, over wires that are cut,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_trained_token_is_too_old_and_nothing_is_lost_whoever_comes_and_goes() -> None:
     """Servers and runners are killed, stopped and added in the middle of a run; the audit of every

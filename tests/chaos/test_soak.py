@@ -19,6 +19,7 @@ def soak(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("soak")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "by_hour", "filled_s", "hours", "is_growth"),
     [
@@ -50,6 +51,7 @@ def test_growth_is_a_slope_of_the_last_half_above_its_bound(
     assert soak.grows(name, slope, largest=200.0, seconds=seconds) is is_growth
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_half_a_minute_of_faults_leaves_a_run_that_goes_on() -> None:

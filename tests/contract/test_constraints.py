@@ -26,6 +26,7 @@ def text_of(server: Any, answer: dict[str, Any]) -> str:
     return tokenizer.decode(ids[:-1] if ids[-1:] == [matched] else ids)
 
 
+@pytest.mark.medium
 async def test_a_json_schema_is_kept(server: Any) -> None:
     """A policy of random weights writes what the schema describes, and ends after it."""
     for seed in range(4):
@@ -45,6 +46,7 @@ async def test_a_json_schema_is_kept(server: Any) -> None:
         assert all(type(number) is int and 0 <= number < 1000 for number in numbers)
 
 
+@pytest.mark.medium
 async def test_a_schema_is_kept_in_a_stream_and_beside_others(server: Any) -> None:
     """Rows with and without a schema do not touch each other; each has finite logprobs."""
     schema = json.dumps({"type": "integer", "minimum": 100, "maximum": 999})
@@ -64,6 +66,7 @@ async def test_a_schema_is_kept_in_a_stream_and_beside_others(server: Any) -> No
     assert all(entry[0] > -100 for entry in constrained["meta_info"]["output_token_logprobs"])
 
 
+@pytest.mark.medium
 async def test_a_schema_that_cannot_be_read_is_refused(server: Any) -> None:
     """400 or an aborted answer, with the reason; the server lives on."""
     status, answer = await server.post(

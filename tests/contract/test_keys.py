@@ -101,6 +101,7 @@ def test_the_key_is_on_no_command_line(keyed: tuple[str, str]) -> None:
         assert KEY not in " ".join((process.info["environ"] or {}).values())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("transport", ["shared_memory", "collective", "disk"])
 def test_weights_are_published_with_the_key(
     keyed: tuple[str, str], transport: str, make_model: Callable[..., Path], tmp_path: Path

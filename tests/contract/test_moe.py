@@ -49,6 +49,7 @@ async def assert_routes_are_transformers(server: Any, model: Any, *, start: int 
         np.testing.assert_array_equal(np.sort(routes[:, layer]), expected)
 
 
+@pytest.mark.medium
 async def test_the_torch_server_reports_experts_as_sglang_does(
     make_model: Callable[..., Path],
     start_torch_server: Callable[..., Any],

@@ -79,6 +79,7 @@ async def test_a_prompt_is_scored_as_by_a_full_forward(server: Any) -> None:
     assert np.array([entry[0] for entry in entries[1:]]) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.medium
 async def test_right_weights_pass(
     server: Any, make_publisher: Callable[..., Any], make_model: Callable[..., Path]
 ) -> None:
@@ -92,6 +93,7 @@ async def test_right_weights_pass(
     assert spans == [{"version": "7", "start": 0, "end": 4}]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("is_lost", [True, False])
 async def test_wrong_weights_are_found_and_serve_nobody(
     server: Any,
@@ -116,6 +118,7 @@ async def test_wrong_weights_are_found_and_serve_nobody(
     assert registry.state == (8, False)
 
 
+@pytest.mark.medium
 async def test_turns_in_flight_end_before_the_probe(
     server: Any, make_publisher: Callable[..., Any], make_model: Callable[..., Path]
 ) -> None:

@@ -81,6 +81,7 @@ async def _require_nothing_of_before(server: Any) -> None:
     assert _logprobs(late) == pytest.approx(_logprobs(alone), abs=1e-4)
 
 
+@pytest.mark.medium
 async def test_published_weights_are_served(
     server: Any, publisher: tuple[Publisher, OneServer], make_model: Callable[..., Path]
 ) -> None:
@@ -110,6 +111,7 @@ async def test_prefixes_of_the_version_before_are_not_used(
     await _require_nothing_of_before(server)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mode", ["retract", "abort"])
 async def test_a_turn_that_waits_uses_no_prefix_of_the_version_before(
     server: Any, make_model: Callable[..., Path], tmp_path: Path, mode: str
@@ -126,6 +128,7 @@ async def test_a_turn_that_waits_uses_no_prefix_of_the_version_before(
     publisher.close()
 
 
+@pytest.mark.medium
 async def test_two_ranks_send_over_groups_of_their_own(
     server: Any, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -151,6 +154,7 @@ async def test_two_ranks_send_over_groups_of_their_own(
     ranks.close()
 
 
+@pytest.mark.medium
 async def test_turns_in_flight_go_on_and_carry_both_versions(
     server: Any, publisher: tuple[Publisher, OneServer], make_model: Callable[..., Path]
 ) -> None:
@@ -193,6 +197,7 @@ async def test_weights_that_were_not_sent_are_found(
     client.close()
 
 
+@pytest.mark.medium
 async def test_memory_is_given_away_and_taken_again(
     server: Any, make_model: Callable[..., Path]
 ) -> None:

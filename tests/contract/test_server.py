@@ -76,6 +76,7 @@ async def test_logprobs_are_those_of_a_full_forward(
     assert got == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.medium
 async def test_concurrent_requests_do_not_affect_each_other(server: Any, reference: Any) -> None:
     """40 requests of mixed lengths and temperatures at once: each as if it were alone."""
     generator = torch.Generator().manual_seed(0)
@@ -198,6 +199,7 @@ async def test_bad_requests_get_400_and_a_reason(
     await server.generate(PROMPT, max_new_tokens=1)
 
 
+@pytest.mark.medium
 async def test_abort_returns_what_was_generated(server: Any) -> None:
     """An aborted request answers 200 with its partial ids and finish_reason abort."""
     task = asyncio.create_task(
@@ -245,6 +247,7 @@ async def test_clients_that_leave_free_their_slots(server: Any, is_streamed: boo
     assert most < num * (len(PROMPT) + wanted) * 0.75
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 async def test_pause_with_requests_in_flight(server: Any, reference: Any, mode: str) -> None:
     """Held turns go on after a version change with both versions; new ones wait for it."""

@@ -268,6 +268,7 @@ def test_images_take_packages_of_one_index_or_by_hash(dockerfile: str) -> None:
         assert is_torch or is_chosen or is_own or install == by_hash, install
 
 
+@pytest.mark.medium
 def test_keys_are_made_once_and_apart(tmp_path: Path) -> None:
     """Three places, files for their owner alone, the same after a second run."""
     for name in ("redis", "run", "runner"):
@@ -305,6 +306,7 @@ def served_by_script(tmp_path: Path, free_port: int) -> Iterator[int]:
         process.terminate()
 
 
+@pytest.mark.medium
 def test_redis_asks_for_the_password_and_evicts_nothing(served_by_script: int) -> None:
     """The script's server keeps what it acknowledged on disk, and lets nobody in without it."""
     port = served_by_script
@@ -322,6 +324,7 @@ def test_redis_asks_for_the_password_and_evicts_nothing(served_by_script: int) -
     client.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("path", "code"), [("ok", 0), ("broken", 1)])
 def test_the_health_check_tells_well_from_unwell(path: str, code: int) -> None:
     """Exit code 0 for a 200, another for anything else, as for nobody there."""

@@ -29,6 +29,7 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 90.0) -> str:
     return output
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_parts_started_one_by_one_train(workspace: Path, outloop: Outloop) -> None:
@@ -207,6 +208,7 @@ def test_parts_are_registered_where_others_reach_them(
     assert advertised_url(host, 80, advertise) == url
 
 
+@pytest.mark.medium
 def test_a_port_that_is_taken_is_a_sentence(workspace: Path, outloop: Outloop) -> None:
     """A server that cannot have its port says so, with the exit code of settings."""
     run_dir = finish(outloop("init", "run.toml")).strip()

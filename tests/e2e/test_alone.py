@@ -13,6 +13,7 @@ WriteConfig = Callable[..., Path]
 ReadMetrics = Callable[[Path], list[dict[str, float]]]
 
 
+@pytest.mark.slow
 def test_playing_and_training_may_be_done_apart(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:

@@ -32,6 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         found.stop()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_primary_is_killed(
     workspace: Path,
     write_config: Callable[..., Path],

@@ -88,6 +88,7 @@ print(score)
 """
 
 
+@pytest.mark.slow
 def test_turns_wait_for_the_trainer_and_go_on_from_their_tokens(
     workspace: Path,
     write_config: Callable[..., Path],

@@ -103,6 +103,7 @@ def lines_of(workspace: Path) -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_a_killed_runner_s_turns_are_not_generated_again(
     workspace: Path, write_config: Callable[..., Path]
 ) -> None:

@@ -41,6 +41,7 @@ def kill_all(command: subprocess.Popen[str], folder: Path) -> None:
     command.wait()
 
 
+@pytest.mark.slow
 def test_the_columns_add_up_after_a_run_was_killed(
     workspace: Path,
     write_config: Callable[..., Path],

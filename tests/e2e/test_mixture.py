@@ -34,6 +34,7 @@ def steps_of(workspace: Path, read_metrics: Callable[[Path], list[dict[str, floa
     return [row for row in read_metrics(workspace / "runs/tiny") if "train/loss" in row]
 
 
+@pytest.mark.slow
 def test_a_mixture_is_replayed_and_trained(
     mixture: Path,
     write_config: Callable[..., Path],

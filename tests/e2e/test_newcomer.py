@@ -126,6 +126,7 @@ def assert_trained(folder: Path, answer: subprocess.CompletedProcess[str]) -> No
     assert all(row["train/turns_per_episode"] >= 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_an_agent_program_trains_from_an_empty_folder(
     folder: Path, policy: Path, outloop: Outloop
 ) -> None:
@@ -133,6 +134,7 @@ def test_an_agent_program_trains_from_an_empty_folder(
     assert_trained(folder, outloop("train", "run.toml", *SMALL))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("node") is None, reason="the example's second agent is for node")
 def test_the_same_agent_in_javascript_trains(folder: Path, policy: Path, outloop: Outloop) -> None:
     """Installed by the example's own command, unmodified."""
@@ -142,6 +144,7 @@ def test_the_same_agent_in_javascript_trains(folder: Path, policy: Path, outloop
     assert_trained(folder, outloop("train", "run.toml", "--agent-command", command, *SMALL))
 
 
+@pytest.mark.slow
 def test_the_same_agent_as_a_rollout_function_trains_with_two_runners(
     folder: Path, policy: Path
 ) -> None:
@@ -182,6 +185,7 @@ def test_the_same_agent_as_a_rollout_function_trains_with_two_runners(
         assert int(played[-1]) > 0
 
 
+@pytest.mark.slow
 def test_plain_http_from_a_shell(folder: Path, policy: Path) -> None:
     """The page's curl commands: open, run, reward, close, and look at what was recorded."""
     with started(folder, "serve", "run.toml", "--show-keys") as process:
@@ -204,6 +208,7 @@ def test_plain_http_from_a_shell(folder: Path, policy: Path) -> None:
         assert len(turn["output_ids"]) == len(turn["behavior_logprobs"]) > 0
 
 
+@pytest.mark.slow
 def test_plain_http_trains(folder: Path, policy: Path) -> None:
     """The page's runner over urllib plays a run to its end."""
     with started(folder, "train", "run.toml", *SMALL, "--set", "env.num_runners=0") as process:
@@ -233,6 +238,7 @@ def wait_until(is_true: Callable[[], bool], process: subprocess.Popen[str]) -> N
         time.sleep(0.2)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "text", "arguments", "words"),
     [
@@ -281,6 +287,7 @@ def test_a_wrong_step_is_one_sentence_before_anything_starts(
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("agent", "verifier", "words"),
     [

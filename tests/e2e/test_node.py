@@ -203,6 +203,7 @@ def start(workspace: Path) -> Iterator[Callable[..., Node]]:
         node.process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.node
 @pytest.mark.parametrize("is_colocated", [True, False], ids=["colocated", "apart"])
 def test_a_node_learns_whoever_is_killed(is_colocated: bool, start: Callable[..., Node]) -> None:

@@ -49,6 +49,7 @@ def assert_nothing_is_left(folder: Path) -> None:
     assert not alive
 
 
+@pytest.mark.slow
 def test_two_ranks_train_and_publish(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
@@ -66,6 +67,7 @@ def test_two_ranks_train_and_publish(
     assert_nothing_is_left(workspace)
 
 
+@pytest.mark.slow
 def test_two_ranks_complete_one_batch(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
@@ -90,6 +92,7 @@ def test_two_ranks_complete_one_batch(
     assert abs(rows[0]["train/kl"]) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_killed_rank_takes_the_trainer_with_it_and_the_run_goes_on(
     workspace: Path,
     write_config: WriteConfig,
@@ -131,6 +134,7 @@ def test_a_killed_rank_takes_the_trainer_with_it_and_the_run_goes_on(
     assert [path for path in short_folder.iterdir() if not path.name.startswith(of_torch)] == []
 
 
+@pytest.mark.slow
 def test_sizes_that_the_model_does_not_allow_are_one_sentence(
     workspace: Path, write_config: WriteConfig, outloop: Outloop
 ) -> None:

@@ -30,6 +30,7 @@ ReadMetrics = Callable[[Path], list[dict[str, float]]]
 Allow = Callable[..., None]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_its_redis_is_killed(
     workspace: Path, write_config: WriteConfig, allow: Allow
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_run_goes_on_when_its_redis_is_killed(
     assert_nothing_is_left(workspace)
 
 
+@pytest.mark.slow
 def test_a_redis_whose_disk_is_full_holds_the_run_and_ends_nothing(
     workspace: Path,
     write_config: WriteConfig,
@@ -92,6 +94,7 @@ def test_a_redis_whose_disk_is_full_holds_the_run_and_ends_nothing(
     assert_nothing_is_left(workspace)
 
 
+@pytest.mark.slow
 def test_a_redis_without_its_last_writes_sends_the_trainer_back(
     workspace: Path, write_config: WriteConfig, read_metrics: ReadMetrics, allow: Allow
 ) -> None:
@@ -139,6 +142,7 @@ def test_a_redis_without_its_last_writes_sends_the_trainer_back(
     assert_nothing_is_left(workspace)
 
 
+@pytest.mark.slow
 def test_a_redis_that_comes_back_empty_ends_the_run_with_a_sentence(
     workspace: Path,
     write_config: WriteConfig,

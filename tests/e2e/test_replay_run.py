@@ -18,6 +18,7 @@ def hashes(text: str, when: str) -> list[str]:
     return re.findall(rf"update \d+ {when} *:.* gradients (\w+)", text)
 
 
+@pytest.mark.slow
 def test_a_step_is_made_again(workspace: Path, write_config: WriteConfig, outloop: Outloop) -> None:
     """From a checkpoint; another recipe gives other gradients, from the
     same weights; the run is left as it is; what is not there is a sentence."""
@@ -63,6 +64,7 @@ def test_a_step_is_made_again(workspace: Path, write_config: WriteConfig, outloo
     assert "NOT equal" in changed.stdout
 
 
+@pytest.mark.slow
 def test_a_step_of_two_ranks_is_made_again_by_one(
     workspace: Path, write_config: WriteConfig, outloop: Outloop
 ) -> None:

@@ -51,6 +51,7 @@ def post(url: str, body: dict[str, object]) -> dict[str, float]:
         return found
 
 
+@pytest.mark.slow
 def test_a_trained_reward_model_is_served_and_right_about_what_it_never_saw(
     tmp_path: Path, model_folder: Path, read_metrics: ReadMetrics
 ) -> None:

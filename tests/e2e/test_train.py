@@ -21,6 +21,7 @@ Allow = Callable[..., None]
 GRADED = ("--rollout-function-path", "rollouts:graded")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_the_loop_trains_at_every_staleness(
     staleness: int,
@@ -47,6 +48,7 @@ def test_the_loop_trains_at_every_staleness(
     assert_nothing_is_left(workspace)
 
 
+@pytest.mark.slow
 def test_a_run_in_one_process_is_the_same_loop(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
@@ -58,6 +60,7 @@ def test_a_run_in_one_process_is_the_same_loop(
     assert [row["train/policy_version"] for row in rows] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_recipe_is_logged_at_the_start_and_trains(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
@@ -79,6 +82,7 @@ def test_a_recipe_is_logged_at_the_start_and_trains(
         assert row["train/overlong_penalty_mean"] is not None
 
 
+@pytest.mark.slow
 def test_one_list_is_imitated_beside_rl_on_another(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
@@ -102,6 +106,7 @@ def test_one_list_is_imitated_beside_rl_on_another(
         assert row["train/logprob_gap_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_an_agent_as_a_program_is_trained(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
@@ -121,6 +126,7 @@ def test_an_agent_as_a_program_is_trained(
     assert all(row["train/turns_per_episode"] >= 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_failing_agents_are_recorded_and_the_run_goes_on(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
@@ -133,6 +139,7 @@ def test_failing_agents_are_recorded_and_the_run_goes_on(
     assert 0.1 < rows[0]["train/failed_share"] < 0.9
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_where_it_stopped(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
@@ -149,6 +156,7 @@ def test_a_resumed_run_goes_on_where_it_stopped(
     assert versions == sorted(versions)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_cleanly(workspace: Path, write_config: WriteConfig) -> None:
     """SIGINT ends every process within its deadline and says how to go on."""
     write_config(steps=500)
@@ -160,6 +168,7 @@ def test_ctrl_c_stops_cleanly(workspace: Path, write_config: WriteConfig) -> Non
     assert_nothing_is_left(workspace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "number"),
     [
@@ -195,6 +204,7 @@ def test_a_part_that_ends_is_replaced_and_the_run_ends(
     assert_nothing_is_left(workspace)
 
 
+@pytest.mark.slow
 def test_a_run_whose_router_and_server_speak_https_trains(
     workspace: Path, write_config: WriteConfig, outloop: Outloop, read_metrics: ReadMetrics
 ) -> None:
@@ -218,6 +228,7 @@ def test_a_run_whose_router_and_server_speak_https_trains(
     assert_nothing_is_left(workspace)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -245,6 +256,7 @@ def test_bad_input_is_refused_before_anything_starts(
     assert not (workspace / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_not_a_number_is_named(
     workspace: Path, write_config: WriteConfig, outloop: Outloop
 ) -> None:
@@ -256,6 +268,7 @@ def test_a_reward_that_is_not_a_number_is_named(
     assert_nothing_is_left(workspace)
 
 
+@pytest.mark.medium
 def test_serve_answers_an_openai_client(workspace: Path, write_config: WriteConfig) -> None:
     """`outloop serve` prints one JSON line, opens episodes and answers chat calls."""
     write_config()

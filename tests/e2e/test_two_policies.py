@@ -100,6 +100,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
         process.wait(60)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_runs_train_against_each_other(
     tmp_path: Path, start: Callable[..., "subprocess.Popen[str]"]

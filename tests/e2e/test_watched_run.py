@@ -44,6 +44,7 @@ def webhook() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
         yield opened
 
 
+@pytest.mark.slow
 def test_a_run_is_watched(
     workspace: Path,
     write_config: WriteConfig,

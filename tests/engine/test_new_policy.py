@@ -23,6 +23,7 @@ ROW = {
 }
 
 
+@pytest.mark.medium
 def test_the_command_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
     """Conversations are looked for in --import-dir; a bad row is named and nothing is written."""
     (tmp_path / "talk.py").write_text(f"def rows():\n    return [{ROW!r}] * 3\n")

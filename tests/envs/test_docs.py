@@ -31,6 +31,7 @@ def test_the_page_shows_the_examples_tasks() -> None:
     assert shown[:2] == there[:2]
 
 
+@pytest.mark.medium
 async def test_slimes_function_translated_plays_a_run(
     router: Any, play_with: Callable[..., Any]
 ) -> None:

@@ -73,6 +73,7 @@ VERIFIERS: dict[str, tuple[Callable[[], Any], list[str], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VERIFIERS)
 async def test_hostile_answers_score_0_and_right_ones_behind_them_1(name: str) -> None:
     """All at once, with two right answers last; then each text alone."""

@@ -192,6 +192,7 @@ def test_import_dir_is_searched_after_the_working_directory(folder: Path) -> Non
     assert found == ["there", "here"]
 
 
+@pytest.mark.medium
 def test_the_check_is_a_program_with_a_sentence(
     folder: Path, make_settings: Callable[..., Settings]
 ) -> None:
@@ -255,6 +256,7 @@ def tasks():
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("is_rollout", [True, False])
 async def test_a_module_is_called_when_the_run_is_over(
     is_rollout: bool, make_settings: Callable[..., Settings], folder: Path
@@ -278,6 +280,7 @@ async def test_a_module_is_called_when_the_run_is_over(
     assert not alive
 
 
+@pytest.mark.medium
 def test_the_check_opens_the_sandbox_of_verifiers(
     folder: Path, make_settings: Callable[..., Settings], tmp_path: Path
 ) -> None:

@@ -130,6 +130,7 @@ async def test_solve_takes_any_client_and_model(router: Any) -> None:
         assert await solve("50-60", client, model="gpt") == "-10"
 
 
+@pytest.mark.medium
 async def test_the_agent_is_a_program(router: Any) -> None:
     """`python agent.py QUESTION` reads address and key from the environment and prints."""
     process = await asyncio.create_subprocess_exec(

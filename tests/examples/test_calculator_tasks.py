@@ -24,6 +24,7 @@ from outloop.envs.runner.preflight import check_rollout
 CALCULATOR = Path(__file__).resolve().parents[2] / "examples/calculator"
 
 
+@pytest.mark.medium
 def test_held_out_problems_are_seen_by_nobody_else() -> None:
     """Warm start, RL and evaluation: the first two share no problem with the third."""
     trained = {task["question"] for task in train_tasks()}
@@ -37,12 +38,14 @@ def test_held_out_problems_are_seen_by_nobody_else() -> None:
     assert 0.18 < 1 - len(trained) / every < 0.22
 
 
+@pytest.mark.medium
 def test_the_warm_start_is_mediocre_and_the_oracle_is_not() -> None:
     """The scripted player's expected reward; no model takes part."""
     assert 0.28 < reward_of(scripted_player) < 0.38
     assert reward_of(oracle_player) == 1.0
 
 
+@pytest.mark.medium
 def test_conversations_hold_guesses_calls_and_slips() -> None:
     """The SFT data are the scripted player's: mostly wrong, never chosen by their reward."""
     rows = conversations()
@@ -63,12 +66,14 @@ def test_conversations_hold_guesses_calls_and_slips() -> None:
     assert 0.28 < len(right) / len(rows) < 0.40
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ["warm_start.toml", "run.toml"])
 def test_the_settings_files_pass_the_check(name: str) -> None:
     """Both files load, and what they name can be imported from their own folder."""
     check_rollout(load_settings(CALCULATOR / name))
 
 
+@pytest.mark.medium
 def test_transformers_loads_the_policy(policy_folder: Path) -> None:
     """Model and tokenizer load as any Hugging Face folder, with the configured parameter count."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -81,6 +86,7 @@ def test_transformers_loads_the_policy(policy_folder: Path) -> None:
     assert tokenizer.eos_token == "<|im_end|>"
 
 
+@pytest.mark.medium
 def test_the_template_says_what_the_renderer_says(policy_folder: Path) -> None:
     """The folder's chat template gives the renderer's text, tools and generation prompt too."""
     from transformers import AutoTokenizer
@@ -103,6 +109,7 @@ def test_the_template_says_what_the_renderer_says(policy_folder: Path) -> None:
             assert own.decode(ids, skip_special_tokens=False) == text
 
 
+@pytest.mark.medium
 def test_episodes_are_short(policy_folder: Path) -> None:
     """Trained episodes average under 90 ids, tool preamble and both turns included."""
     renderer = renderer_of(Tokenizer.from_file(str(policy_folder / "tokenizer.json")))
@@ -113,6 +120,7 @@ def test_episodes_are_short(policy_folder: Path) -> None:
     assert sum(lengths) / len(lengths) < 90
 
 
+@pytest.mark.medium
 def test_digits_stay_single() -> None:
     """No token holds a digit beside anything else, so copying is digit by digit."""
     tokenizer = train_tokenizer(conversations()[:200], 640)

@@ -22,6 +22,7 @@ def test_problems_are_split_once(load_example) -> None:
     assert all("canonical_solution" not in row for row in train + test)
 
 
+@pytest.mark.medium
 def test_one_line_functions_are_split_by_their_text(load_example) -> None:
     """Each prompt is in one split; the warm start sees training problems, most of them wrong."""
     tasks = load_example("code", "tasks")
@@ -37,6 +38,7 @@ def test_one_line_functions_are_split_by_their_text(load_example) -> None:
     assert 0.25 < share < 0.35
 
 
+@pytest.mark.medium
 def test_players_score_in_the_sandbox_as_the_readme_says(load_example) -> None:
     """Their tests pass what was asked for, and no slip of the careless player."""
     tasks = load_example("code", "tasks")
@@ -44,6 +46,7 @@ def test_players_score_in_the_sandbox_as_the_readme_says(load_example) -> None:
     assert tasks.reward_of(tasks.scripted_player, 40) < 0.6
 
 
+@pytest.mark.medium
 async def test_code_is_scored_by_its_tests(
     load_example, open_episode: Callable[..., Any], router: Any
 ) -> None:
@@ -76,6 +79,7 @@ def test_text_that_breaks_the_parser_is_not_python(load_example, depth: int) -> 
     assert not verifier.parses("def f():", "    return " + "-" * depth + "1" * (depth > 1000))
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_it_trains(train_example) -> None:
@@ -86,6 +90,7 @@ def test_it_trains(train_example) -> None:
     assert all(0 <= row["train/reward_mean"] <= 1 for row in rows)
 
 
+@pytest.mark.medium
 def test_references_score_as_the_readme_says() -> None:
     """A sample of the canonical solutions passes in the sandbox, and empty ones do not."""
     code = (

@@ -23,6 +23,7 @@ def calls(name: str, **arguments: str) -> dict[str, Any]:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
+@pytest.mark.medium
 def test_a_wish_changes_one_order_that_was_not_sent(tasks: ModuleType) -> None:
     """And some wishes cannot be granted: the right orders are then those before."""
     rows = tasks.train_tasks()[:300]
@@ -36,6 +37,7 @@ def test_a_wish_changes_one_order_that_was_not_sent(tasks: ModuleType) -> None:
         assert all(number == row["wish"]["number"] for number in numbers)
 
 
+@pytest.mark.medium
 def test_held_out_numbers_are_in_no_training_wish(tasks: ModuleType) -> None:
     """Of 900 numbers, each is in one split."""
     trained = {number for row in tasks.train_tasks() for number in row["orders"]}
@@ -44,6 +46,7 @@ def test_held_out_numbers_are_in_no_training_wish(tasks: ModuleType) -> None:
     assert len(held_out) > 50
 
 
+@pytest.mark.medium
 def test_a_careful_agent_is_right_and_an_idle_one_seldom(tasks: ModuleType) -> None:
     """The scripted customer tells what it is asked for, so that every wish can be granted."""
     assert tasks.reward_of(tasks.careful_player) == 1
@@ -51,6 +54,7 @@ def test_a_careful_agent_is_right_and_an_idle_one_seldom(tasks: ModuleType) -> N
     assert 0.3 < tasks.reward_of(tasks.scripted_player) < 0.6
 
 
+@pytest.mark.medium
 def test_the_warm_start_shows_both_sides_of_a_talk(tasks: ModuleType) -> None:
     """A customer begins, says what it is asked for and ends; half of the conversations are its."""
     sides: list[list[str]] = [[], []]
@@ -161,6 +165,7 @@ def scripted_customer() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_it_trains(train_example: Callable[..., list[dict[str, Any]]]) -> None:
@@ -171,6 +176,7 @@ def test_it_trains(train_example: Callable[..., list[dict[str, Any]]]) -> None:
     assert all(row["train/failed_share"] == 0 for row in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_it_trains_with_a_model_as_customer(
@@ -190,6 +196,7 @@ def test_it_trains_with_a_model_as_customer(
     assert all(0 < row["train/trained_tokens"] <= 12 * 8 for row in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_it_trains_with_an_earlier_version_as_customer(

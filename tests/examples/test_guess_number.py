@@ -95,6 +95,7 @@ def test_conversations_are_whole_games(tasks) -> None:
     assert 0.45 < inside < 0.70
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_it_trains(train_example) -> None:

@@ -24,6 +24,7 @@ def tasks(load_example):
     return load_example("math", "tasks")
 
 
+@pytest.mark.medium
 def test_held_out_problems_are_seen_by_nobody_else(tasks) -> None:
     """Splits share no question, and conversations come from training problems only."""
     splits = {name: {row["question"] for row in tasks.problems(name)} for name in tasks.SHARES}
@@ -34,6 +35,7 @@ def test_held_out_problems_are_seen_by_nobody_else(tasks) -> None:
     assert asked == splits["train"]
 
 
+@pytest.mark.medium
 def test_answers_are_right(tasks) -> None:
     """What reasoning-gym calls the answer is what the sum comes to."""
     for row in tasks.problems("test")[:100]:
@@ -47,12 +49,14 @@ def test_answers_are_right(tasks) -> None:
         assert str(total) == row["answer"]
 
 
+@pytest.mark.medium
 def test_players_differ_as_the_readme_says(tasks) -> None:
     """The oracle is always right, the scripted player in three cases of ten."""
     assert tasks.reward_of(tasks.oracle_player, 500) == 1.0
     assert 0.25 < tasks.reward_of(tasks.scripted_player, 3000) < 0.35
 
 
+@pytest.mark.medium
 async def test_an_answer_is_judged_as_mathematics(
     load_example, open_episode: Callable[..., Any], router: Any
 ) -> None:
@@ -67,6 +71,7 @@ async def test_an_answer_is_judged_as_mathematics(
     assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_it_trains(train_example) -> None:
@@ -76,6 +81,7 @@ def test_it_trains(train_example) -> None:
     assert all(row["train/failed_share"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_trajectories_posted_by_another_program_train(

@@ -23,6 +23,7 @@ def test_questions_are_in_one_split_and_can_be_found(tasks: ModuleType) -> None:
     assert 0.2 < tasks.reward_of(tasks.scripted_player) < 0.5
 
 
+@pytest.mark.medium
 def test_the_warm_start_answers_no_question(tasks: ModuleType) -> None:
     """It is asked for mixed words, and its calls and results are those of the tool."""
     asked = {row["question"] for row in tasks.train_tasks() + tasks.eval_tasks()}
@@ -75,6 +76,7 @@ async def test_an_agent_searches_and_answers(
     assert "statistics.median: Return the median" in shown[1]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_it_trains(train_example: Callable[..., list[dict[str, Any]]]) -> None:

@@ -128,6 +128,7 @@ def wait_until_served(version: int, run: Path, training: Future[Any]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
 def test_it_trains_and_rates_its_versions(

@@ -128,6 +128,7 @@ def test_an_answer_names_one_kind(
     assert verifier.verify(task, SimpleNamespace(answer=answer)) == reward
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_it_trains(train_example: Callable[..., list[dict[str, Any]]]) -> None:

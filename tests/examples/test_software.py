@@ -78,6 +78,7 @@ async def play(
     await rollout.tear_down()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("language", "tag", "fix"),
     [
@@ -114,6 +115,7 @@ FORGERIES = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("forgery", FORGERIES.values(), ids=FORGERIES)
 async def test_what_is_no_fix_gets_nothing(play: Any, forgery: str) -> None:
     """Whatever the policy does to the tests, their interpreter, or the repository."""
@@ -125,6 +127,7 @@ async def test_what_is_no_fix_gets_nothing(play: Any, forgery: str) -> None:
         assert reward == 0.0
 
 
+@pytest.mark.medium
 async def test_the_policy_sees_neither_tests_nor_history(play: Any, tasks: ModuleType) -> None:
     """The revision's files are all there is: no check, no git folder, no other revision."""
     kept = tasks.repositories().parent
@@ -135,6 +138,7 @@ async def test_the_policy_sees_neither_tests_nor_history(play: Any, tasks: Modul
     assert "check" not in shown
 
 
+@pytest.mark.medium
 async def test_an_agent_program_is_scored_by_what_it_left(
     tasks: ModuleType, load_example: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
@@ -183,6 +187,7 @@ async def test_mini_swe_agent_fixes_a_repository(
     await verifier.tear_down()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -211,6 +216,7 @@ def test_tasks_that_could_not_be_scored_are_refused(
         software.task(**right | change)
 
 
+@pytest.mark.medium
 def test_held_out_issues_and_bugs_are_not_trained(tasks: ModuleType) -> None:
     """Issues are in one split, and two bugs in each language are in no training task."""
     trained, held_out, unseen = tasks.train_tasks(), tasks.eval_tasks(), tasks.unseen_bug_tasks()
@@ -222,6 +228,7 @@ def test_held_out_issues_and_bugs_are_not_trained(tasks: ModuleType) -> None:
     assert len(held_out) > 20
 
 
+@pytest.mark.medium
 def test_every_bug_has_a_command_that_undoes_it(tasks: ModuleType, tmp_path: Path) -> None:
     """In each language, and none of the others does."""
     for path, source, *_ in tasks.LANGUAGES.values():
@@ -234,6 +241,7 @@ def test_every_bug_has_a_command_that_undoes_it(tasks: ModuleType, tmp_path: Pat
             assert right == [tag], path
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_it_trains(train_example: Callable[..., list[dict[str, Any]]]) -> None:

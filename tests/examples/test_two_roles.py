@@ -40,6 +40,7 @@ async def test_each_role_is_scored_at_its_turn(
     assert reward.value == 0
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 def test_it_trains(train_example: Callable[..., list[dict[str, Any]]]) -> None:

@@ -203,6 +203,7 @@ class Saying:
         return [sys.executable, "-c", code]
 
 
+@pytest.mark.medium
 def test_a_process_gets_its_gpus_and_no_others(driver: dict[str, str], tmp_path: Path) -> None:
     """In its environment, which is all that CUDA looks at."""
     server, nobody = SGLANG | {"num_servers": 2}, cast(Any, None)

@@ -36,6 +36,7 @@ def test_a_part_is_stopped_by_a_signal(tmp_path: Path) -> None:
     assert part.exit_code == -signal.SIGTERM
 
 
+@pytest.mark.medium
 def test_a_part_that_ignores_signals_is_killed_with_its_children(tmp_path: Path) -> None:
     """Past the deadline the whole process group is killed."""
     code = textwrap.dedent("""
@@ -55,6 +56,7 @@ def test_a_part_that_ignores_signals_is_killed_with_its_children(tmp_path: Path)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.medium
 def test_a_part_dies_with_its_parent(tmp_path: Path) -> None:
     """kill -9 of the launcher leaves no part behind."""
     code = textwrap.dedent(f"""
@@ -85,6 +87,7 @@ def test_last_words_are_the_end_of_the_log(tmp_path: Path) -> None:
     assert part.last_words(1) == "two"
 
 
+@pytest.mark.medium
 def test_a_part_on_another_machine_says_its_last_sentence_in_the_log_alone(tmp_path: Path) -> None:
     """An engine carries the variable there, where the number is no file, or another one."""
     reading, writing = os.pipe()
@@ -158,6 +161,7 @@ def test_the_curve_is_what_was_recorded(run_dir: Path) -> None:
     assert curve.greedy[0].reward == 0.9
 
 
+@pytest.mark.medium
 def test_the_picture_is_a_png(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A run with points gets a picture; a run without gets none."""
     path = draw_curve(run_dir)
@@ -252,6 +256,7 @@ def test_doctor_finds_this_machine_fit() -> None:
     assert "agent sandbox" in out.getvalue()
 
 
+@pytest.mark.medium
 def test_doctor_warns_where_agent_programs_are_not_confined(tmp_path: Path) -> None:
     """Without bubblewrap an agent program starts only with the run's keys in reach: it is said."""
     answer = subprocess.run(

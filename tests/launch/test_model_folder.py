@@ -54,6 +54,7 @@ def resolve(
     )
 
 
+@pytest.mark.medium
 def test_a_repository_is_downloaded_once(hub: str, tmp_path: Path) -> None:
     """Into the cache, without its code; the settings name folder and commit. Later it needs no hub,
     and a run of that name keeps its commit. A folder of that name wins."""
@@ -75,6 +76,7 @@ def test_a_repository_is_downloaded_once(hub: str, tmp_path: Path) -> None:
     assert json.loads(resolve(tmp_path, hub, 'path = "acme/tiny"').stdout)["path"] == "acme/tiny"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
@@ -95,6 +97,7 @@ def test_what_the_hub_refuses_is_a_sentence(
     assert len(found.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.medium
 def test_no_network_is_a_sentence(tmp_path: Path) -> None:
     """With the command for a machine that has one."""
     found = resolve(tmp_path, "http://127.0.0.1:9", 'path = "acme/tiny"')
@@ -103,6 +106,7 @@ def test_no_network_is_a_sentence(tmp_path: Path) -> None:
     assert len(found.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("command", "code"),
     [("train", 2), ("serve", 2), ("init", 2), ("submit slurm", 2), ("doctor --config", 1)],
@@ -120,6 +124,7 @@ def test_a_command_begins_with_the_download(
     assert f"{COMMIT}/config.json" in said
 
 
+@pytest.mark.medium
 def test_check_downloads_no_weights(hub: str, tmp_path: Path) -> None:
     """It names the commit whose sizes it counted."""
     found = resolve(tmp_path, hub, 'path = "acme/tiny"', "check", "run.toml")

@@ -49,6 +49,7 @@ def settings_of(python: Path, **publish: Any) -> Settings:
     )
 
 
+@pytest.mark.medium
 def test_a_release_is_what_torch_loads(python_with: Callable[[str], Path]) -> None:
     """Without CUDA there is none; a program that cannot be started has none that is known."""
     assert libraries_of(python_with("2 30 7")) == Libraries(

@@ -60,12 +60,14 @@ def as_toml(tree: dict[str, Any], changed: set[str]) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.medium
 def test_a_run_that_could_start_passes(make_settings: MakeSettings, tmp_path: Path) -> None:
     """And its folder can be written."""
     check_before_start(make_settings())
     assert (tmp_path / "runs/run").is_dir()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -130,6 +132,7 @@ def test_servers_whose_nccl_would_refuse_the_trainers_are_refused(
         check_before_start(settings_of(python_with("2.30.7")))
 
 
+@pytest.mark.medium
 def test_a_run_folder_that_cannot_be_written_is_a_sentence(
     make_settings: MakeSettings, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[st
     }
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_and_looked_at(config: dict[str, dict[str, object]]) -> None:
     """In one call; then its metrics and weights are there, and the same call changes nothing."""
     run = outloop.train(config, settings={"trainer.num_steps": 1})
@@ -61,6 +62,7 @@ def test_a_run_is_trained_and_looked_at(config: dict[str, dict[str, object]]) ->
     assert len(run.metrics()) == 1
 
 
+@pytest.mark.slow
 def test_a_run_in_the_background_is_stopped_and_resumed(
     config: dict[str, dict[str, object]],
 ) -> None:
@@ -83,6 +85,7 @@ def test_a_run_in_the_background_is_stopped_and_resumed(
     assert again.metrics()[-1]["step"] == num_steps + 1
 
 
+@pytest.mark.slow
 def test_failed_episodes_can_be_read(config: dict[str, dict[str, object]]) -> None:
     """The sentence, file and line, and what the policy wrote, after the run was stopped by them."""
     broken = {"env.rollout_function_path": "mine:broken", "trainer.num_steps": 50}
@@ -109,6 +112,7 @@ def test_failed_episodes_can_be_read(config: dict[str, dict[str, object]]) -> No
     assert "error: KeyError: 'answer' at " in listed.stdout
 
 
+@pytest.mark.slow
 def test_a_policy_is_served(config: dict[str, dict[str, object]]) -> None:
     """Inside `with` an episode is opened and called; afterwards nothing answers."""
     del config["env"]
@@ -130,6 +134,7 @@ def test_a_policy_is_served(config: dict[str, dict[str, object]]) -> None:
         post(served.admin_url, served.runner_key, {})
 
 
+@pytest.mark.medium
 def test_a_wrong_setting_is_refused_before_anything_starts(
     config: dict[str, dict[str, object]],
 ) -> None:

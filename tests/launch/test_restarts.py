@@ -58,6 +58,7 @@ def launched(folder: Path, backoff: Backoff) -> Iterator[tuple[Launcher, Callabl
         yield launcher, kill
 
 
+@pytest.mark.medium
 def test_a_part_that_dies_soon_again_and_again_is_given_up(tmp_path: Path) -> None:
     """The error names the part; each restart left its reason and came later than the one before."""
     backoff = Backoff(first_s=0.3, max_short_lives=2)
@@ -72,6 +73,7 @@ def test_a_part_that_dies_soon_again_and_again_is_given_up(tmp_path: Path) -> No
     assert [event["reason"] for event in events] == ["ended by SIGKILL"] * 2
 
 
+@pytest.mark.medium
 def test_a_part_that_lives_long_enough_is_started_again_without_limit(tmp_path: Path) -> None:
     """More often than `max_short_lives`, when each life was a healthy one."""
     with launched(tmp_path, Backoff(healthy_s=0, max_short_lives=1)) as (launcher, kill):
@@ -148,6 +150,7 @@ def look_until(is_true: Callable[[], bool], launcher: Launcher) -> None:
             launcher.check()
 
 
+@pytest.mark.medium
 def test_the_run_s_own_redis_is_started_again_over_its_folder(tmp_path: Path) -> None:
     """At the same address, with what it held; each restart is an event."""
     with watched(tmp_path) as launcher:
@@ -169,6 +172,7 @@ def is_up(launcher: Launcher) -> bool:
     return True
 
 
+@pytest.mark.medium
 def test_a_redis_that_ends_again_and_again_is_given_up(tmp_path: Path) -> None:
     """The error says how it ended."""
     with watched(tmp_path, Backoff(max_short_lives=1)) as launcher:
@@ -180,6 +184,7 @@ def test_a_redis_that_ends_again_and_again_is_given_up(tmp_path: Path) -> None:
             look_until(lambda: False, launcher)
 
 
+@pytest.mark.medium
 def test_a_redis_that_ended_for_want_of_room_is_started_until_there_is_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +210,7 @@ def test_a_redis_that_ended_for_want_of_room_is_started_until_there_is_some(
         assert kinds.count("redis_cannot_write") == kinds.count("redis_writes_again") == 1
 
 
+@pytest.mark.medium
 def test_a_redis_of_somebody_else_is_waited_for_until_the_bound(tmp_path: Path) -> None:
     """Then the run ends with one sentence; one that is back in time ends nothing."""
     with (

@@ -63,6 +63,7 @@ def row(text: str, name: str) -> str:
     return next(line for line in text.splitlines() if line.startswith(f"│ {name}"))
 
 
+@pytest.mark.medium
 def test_a_run_that_can_start_is_reported_and_nothing_is_made(
     report: Report, tmp_path: Path
 ) -> None:
@@ -74,12 +75,14 @@ def test_a_run_that_can_start_is_reported_and_nothing_is_made(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.medium
 def test_settings_that_a_part_would_refuse_are_named(report: Report) -> None:
     code, text = report("env.rollout_function_path=rollouts:gone")
     assert code == 1
     assert "gone" in row(text, "settings")
 
 
+@pytest.mark.medium
 def test_a_redis_that_would_throw_records_away_is_refused(
     report: Report, server: tuple[str, redis.Redis]
 ) -> None:
@@ -97,6 +100,7 @@ def test_a_redis_that_would_throw_records_away_is_refused(
         pass
 
 
+@pytest.mark.medium
 def test_a_redis_whose_user_may_not_ask_is_to_be_checked_by_hand(
     report: Report, server: tuple[str, redis.Redis], tmp_path: Path
 ) -> None:
@@ -106,6 +110,7 @@ def test_a_redis_whose_user_may_not_ask_is_to_be_checked_by_hand(
     assert "has the rights that a run needs" in text
 
 
+@pytest.mark.medium
 def test_a_redis_whose_user_may_not_do_what_a_run_does_is_refused(
     report: Report, server: tuple[str, redis.Redis], tmp_path: Path
 ) -> None:
@@ -136,12 +141,14 @@ def as_user(
     )
 
 
+@pytest.mark.medium
 def test_a_redis_that_does_not_answer_is_named(report: Report, tmp_path: Path) -> None:
     code, text = report(f"buffer.redis_url=unix://{tmp_path}/none")
     assert code == 1
     assert "check that it runs" in row(text, "buffer.redis_url")
 
 
+@pytest.mark.medium
 def test_a_port_that_is_taken_is_named(report: Report) -> None:
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):
@@ -151,12 +158,14 @@ def test_a_port_that_is_taken_is_named(report: Report) -> None:
     assert report(f"router.port={port}")[0] == 0
 
 
+@pytest.mark.medium
 def test_servers_that_are_not_there_are_named(report: Report) -> None:
     code, text = report("server.num_servers=0", 'server.urls=["http://127.0.0.1:1"]')
     assert code == 1
     assert "correct server.urls" in row(text, "http://127.0.0.1:1")
 
 
+@pytest.mark.medium
 def test_a_key_that_is_not_exported_is_named(
     report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +179,7 @@ def test_a_key_that_is_not_exported_is_named(
     assert "secret-value" not in text
 
 
+@pytest.mark.medium
 def test_a_disk_too_small_for_the_checkpoints_is_named(report: Report) -> None:
     code, text = report("trainer.keep_checkpoints=100000000")
     assert code == 1

@@ -61,6 +61,7 @@ def test_a_wrong_extends_is_a_sentence(tmp_path: Path, text: str, sentence: str)
         load_settings(tmp_path / "run.toml")
 
 
+@pytest.mark.medium
 def test_each_setting_says_where_it_came_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +86,7 @@ def test_each_setting_says_where_it_came_from(
     assert "adam_beta1" not in text
 
 
+@pytest.mark.medium
 def test_shells_complete_commands_and_settings(tmp_path: Path) -> None:
     """The script is the shell's, and what it calls knows commands, sections and settings."""
     for shell in ("bash", "zsh", "fish"):
@@ -104,6 +106,7 @@ def test_shells_complete_commands_and_settings(tmp_path: Path) -> None:
     assert "trainer.num_steps=" in complete("train", "run.toml", "--set", "trainer.num_")
 
 
+@pytest.mark.medium
 def test_init_writes_a_folder_whose_settings_hold(tmp_path: Path) -> None:
     """Three answers on standard input; a folder that is there is left alone."""
     shown = outloop("init", cwd=tmp_path, text="first\nprogram\nrandom\n")
@@ -151,6 +154,7 @@ def test_init_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
     assert not (tmp_path / "mine").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("agent", ["function", "program"])

@@ -69,6 +69,7 @@ def live_run(make_run, tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
+@pytest.mark.medium
 async def test_a_router_that_cannot_follow_the_registry_ends(live_run: Run) -> None:
     """It would go on with servers that are gone: the process ends with a sentence instead."""
     run = live_run

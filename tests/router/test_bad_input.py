@@ -86,6 +86,7 @@ async def whole(
 SCORE = {"value": 0.5, "key": "r"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("body", "status", "names"),
     [
@@ -168,6 +169,7 @@ async def test_ids_out_of_vocabulary_are_refused(whole: Whole) -> None:
     await whole.goes_on()
 
 
+@pytest.mark.medium
 async def test_a_server_s_unequal_arrays_are_not_recorded(whole: Whole) -> None:
     """Fewer logprobs than ids are no turn: the server is suspended, the client asked to retry."""
     whole.stage.server.answer = lambda request: Script(ids=[1, 2, 3], logprobs=[-0.5])
@@ -179,6 +181,7 @@ async def test_a_server_s_unequal_arrays_are_not_recorded(whole: Whole) -> None:
     await whole.goes_on()
 
 
+@pytest.mark.medium
 async def test_too_large_a_body_is_refused(whole: Whole) -> None:
     """Before it is read whole, on the agent's routes and the runner's."""
     text = "x" * (70 * 2**20)

@@ -76,6 +76,7 @@ def written_calls(draw):
     return text, calls
 
 
+@pytest.mark.medium
 @QUICK
 @given(written=written_calls(), cuts=st.lists(st.integers(1, 4), max_size=90))
 def test_joined_pieces_are_the_recorded_call(renderer, written, cuts) -> None:
@@ -90,6 +91,7 @@ def test_joined_pieces_are_the_recorded_call(renderer, written, cuts) -> None:
     assert plain == reply
 
 
+@pytest.mark.medium
 @QUICK
 @given(
     text=st.lists(
@@ -181,6 +183,7 @@ async def test_a_call_is_streamed_while_it_is_generated(stage, dialect) -> None:
     assert (turn.finish_reason, turn.loss_spans) == ("tool_calls", ((0, len(turn.output_ids)),))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("dialect", "is_cut"),
     # openai's chat helper raises on a cut answer, before there is anything to hand back.

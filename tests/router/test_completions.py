@@ -144,6 +144,7 @@ async def test_what_cannot_be_is_refused_by_name(stage, client, fields: dict, pa
     assert not stage.server.requests
 
 
+@pytest.mark.medium
 @given(
     text=st.text(alphabet="ab <to|\n\u00e9\U0001f600", max_size=40),
     cut=st.integers(1, 7),

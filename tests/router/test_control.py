@@ -167,6 +167,7 @@ async def test_an_episode_can_be_read_scored_and_closed_once(stage) -> None:
     assert late.status_code == 410
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -35,6 +35,7 @@ def conversation(rng: random.Random) -> list[dict]:
     return [{k: v for k, v in m.items() if v != []} for m in messages]
 
 
+@pytest.mark.medium
 async def test_rendered_equals_played(stage) -> None:
     """Prompt and output ids of every turn are those of an agent that plays the conversation."""
     rng = random.Random(3)

@@ -54,6 +54,7 @@ def path_of(turn, turns) -> list[int]:
     return ids
 
 
+@pytest.mark.medium
 @each_dialect
 @plain_and_streamed
 async def test_a_tool_loop_is_one_branch_in_every_dialect(stage, meet, dialect, stream) -> None:
@@ -77,6 +78,7 @@ async def test_a_tool_loop_is_one_branch_in_every_dialect(stage, meet, dialect, 
         assert turn.loss_spans == ((0, len(turn.output_ids)),)
 
 
+@pytest.mark.medium
 @each_dialect
 async def test_ids_stay_exact_in_every_dialect(stage, meet, dialect) -> None:
     """Whatever the policy writes, the answer handed back continues its branch."""
@@ -109,6 +111,7 @@ async def test_ids_stay_exact_in_every_dialect(stage, meet, dialect) -> None:
         assert [turn.branch_cause for turn in turns] == ["root", *["extension"] * (num_asked - 1)]
 
 
+@pytest.mark.medium
 @each_dialect
 @plain_and_streamed
 async def test_a_retry_gets_the_recorded_turn_in_every_dialect(
@@ -128,6 +131,7 @@ async def test_a_retry_gets_the_recorded_turn_in_every_dialect(
     assert len(stage.turns(episode)) == 2
 
 
+@pytest.mark.medium
 @each_dialect
 async def test_the_run_governs_every_dialect(make_stage, meet, dialect) -> None:
     """The run's sampling is in force whatever the dialect; budgets are refused for good."""
@@ -187,6 +191,7 @@ async def test_reasoning_is_streamed_while_it_is_generated(stage, meet, dialect)
     assert len(thoughts) > 1
 
 
+@pytest.mark.medium
 @each_dialect
 async def test_a_silent_stream_sends_comments_which_clients_pass_over(
     make_stage, meet, dialect

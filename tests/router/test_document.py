@@ -105,6 +105,7 @@ async def documented(stage) -> Documented:
     return Documented(stage, document, await stage.open())
 
 
+@pytest.mark.medium
 async def test_every_route_answers_as_the_document_says(documented) -> None:
     """Whatever is sent, allowed or not: a documented status, type, headers and body, and no failure
     of ours; each route that takes no body, and each dialect, is also seen to serve."""
@@ -127,6 +128,7 @@ async def test_every_route_answers_as_the_document_says(documented) -> None:
     assert served >= {*ADMIN, *OPEN, *LIKELY, "/v1/models", "/episodes/{episode_id}"}
 
 
+@pytest.mark.medium
 async def test_an_unknown_key_opens_no_route(documented) -> None:
     """401 as documented, whatever the body."""
 
@@ -141,6 +143,7 @@ async def test_an_unknown_key_opens_no_route(documented) -> None:
     await asyncio.to_thread(ask_all)
 
 
+@pytest.mark.medium
 async def test_what_fails_is_answered_as_the_document_says(make_stage) -> None:
     """Without Redis every route that needs it is a 503 as documented."""
     stage = await make_stage(router={"buffer_timeout_s": 0})
@@ -164,6 +167,7 @@ async def test_what_fails_is_answered_as_the_document_says(make_stage) -> None:
     stage.buffer.twin.is_away = False
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("wrong", ["status", "type", "header", "body"])
 async def test_a_document_that_is_wrong_is_found_out(stage, documented, wrong: str) -> None:
     """The checks do check: a document that promises something else fails."""

@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
 from outloop.router.metrics import RouterMetrics
@@ -28,6 +29,7 @@ def codes() -> set[str]:
     return found
 
 
+@pytest.mark.medium
 def test_every_refusal_is_documented() -> None:
     """By its code, and none that there is not."""
     rows = [line for line in PAGE.partition("## Metrics")[0].splitlines() if line.startswith("| `")]

@@ -103,6 +103,7 @@ async def test_a_turn_that_outlasts_the_deadline_may_be_retried(stage) -> None:
     assert not stage.turns(episode)
 
 
+@pytest.mark.medium
 async def test_turns_of_clients_that_left_are_not_waited_for(stage) -> None:
     """A router stops when its agents are gone, at once, whatever its deadline."""
     episode = await stage.open()
@@ -125,6 +126,7 @@ def live_run(make_run, tmp_path: Path):
         yield replace(run, keys=replace(run.keys, runner_key="ol-runner-x"))
 
 
+@pytest.mark.medium
 async def test_a_stopped_process_leaves_the_port_to_the_others(live_run, renderer) -> None:
     """Its stream is sent to the end; new connections reach the other process, every one."""
     stop_id = renderer.stop_ids[0]

@@ -102,6 +102,7 @@ async def test_what_was_left_out_has_the_defaults_of_the_api(stage) -> None:
         Response.model_validate(body, strict=True)
 
 
+@pytest.mark.medium
 async def test_what_a_run_enforces_is_what_answers_say(make_stage) -> None:
     """Sampling and the format of the text as they are in force, not as they were asked."""
     stage = await make_stage(

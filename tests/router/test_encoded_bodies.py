@@ -88,6 +88,7 @@ async def test_what_cannot_be_read_is_refused_by_name(stage, path: str) -> None:
     assert stage.server.requests == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("path", "encoding"), [("/v1/chat/completions", "gzip"), ("/v1/messages", "deflate")]
 )

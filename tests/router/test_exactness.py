@@ -77,6 +77,7 @@ async def ask(client, messages, *, stream: bool):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("cumulative", [True, False])
 async def test_whatever_the_policy_writes_ids_stay_exact(make_stage, cumulative: bool) -> None:
     """Every request's ids are the path of its turn, plain and streamed give the same message."""

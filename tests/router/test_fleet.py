@@ -26,6 +26,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
             del sys.modules[name]
 
 
+@pytest.mark.medium
 async def test_every_turn_is_answered_whatever_servers_come_and_go(
     bench: ModuleType, model_folder: Path, tmp_path: Path
 ) -> None:
@@ -44,6 +45,7 @@ async def test_every_turn_is_answered_whatever_servers_come_and_go(
     assert figures["router_cpu_8_vs_1"] > 0
 
 
+@pytest.mark.medium
 def test_a_publish_to_a_group_is_a_tree(tmp_path: Path) -> None:
     """The publisher sends ceil(log2(n + 1)) copies and no receiver more, whatever n is; in a
     process of its own, which forks."""

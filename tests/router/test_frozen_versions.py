@@ -53,6 +53,7 @@ async def test_an_earlier_version_is_served_after_a_publish(frozen) -> None:
     assert "policy@4" in gone.json()["error"]["message"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stream", [False, True])
 async def test_any_kept_version_is_the_same_for_a_task(frozen, stream: bool) -> None:
     """All attempts at a task and all turns of an episode get one; tasks are spread over all."""
@@ -83,6 +84,7 @@ async def test_an_episode_keeps_its_opponent_until_that_is_gone(frozen) -> None:
     assert {"version 2", "version 4"} == set(first)
 
 
+@pytest.mark.medium
 async def test_a_request_waits_while_no_server_holds_one(make_stage) -> None:
     """As at the start of a run, and while the only server moves on; then it is answered, or told to
     come back."""

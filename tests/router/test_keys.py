@@ -19,6 +19,7 @@ def assert_final(answer, status: int, code: str) -> None:
     assert answer.json()["error"]["code"] == code
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("key", ["", "sk-other", "ol-ep-x-abc", "ol-runner-x", "ol-ep-\u00e9-1"])
 async def test_other_keys_open_no_episode(stage, key: str) -> None:
     """Missing, foreign, forged and runner keys are refused for good."""
@@ -117,6 +118,7 @@ async def test_keys_hold_for_every_router_of_the_run(make_stage, stage) -> None:
     assert answer.status_code == 200
 
 
+@pytest.mark.medium
 async def test_every_route_is_opened_by_one_kind_of_key(make_stage) -> None:
     """Agent, runner and admin have a key each: whatever else is on a route, the other two, and a
     forged one, are 401 there, also where traffic without a key is served."""

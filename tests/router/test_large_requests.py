@@ -71,6 +71,7 @@ def bodies(kind: str) -> bytes:
     return json.dumps(body).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "kind"),
     [

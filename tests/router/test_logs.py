@@ -61,6 +61,7 @@ async def test_turns_are_logged_at_the_level_of_the_run(
     assert logged == [(level, stage.turns(episode)[0].turn_id)]
 
 
+@pytest.mark.medium
 def test_a_process_writes_one_json_object_per_line_above_its_level() -> None:
     """`telemetry.log_level` decides; each line has its part, level and time."""
     program = (

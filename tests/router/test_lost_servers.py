@@ -18,6 +18,7 @@ async def ask(stage, episode):
     return await stage.post("/v1/chat/completions", BODY, episode["api_key"])
 
 
+@pytest.mark.medium
 async def test_a_server_that_fails_for_hours_is_asked_again_soon(stage) -> None:
     """However often it failed, it is left alone for two seconds at most, and then serves."""
     pool = stage.app.state.parts.pool
@@ -80,6 +81,7 @@ async def test_turns_of_a_server_that_is_silent_and_left_go_on_elsewhere(
         gate.set()
 
 
+@pytest.mark.medium
 async def test_a_server_that_left_and_came_back_keeps_its_turns(make_stage) -> None:
     """A registry that forgot it for a moment costs no turn its server."""
     stage = await make_stage(timings=Timings(server_grace_s=0.5))

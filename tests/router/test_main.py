@@ -43,6 +43,7 @@ def live_run(make_run, redis_url: str, tmp_path: Path):
     return run
 
 
+@pytest.mark.medium
 async def test_the_run_tells_how_it_stands_to_whoever_has_the_admin_key(
     live_run, tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ async def test_the_run_tells_how_it_stands_to_whoever_has_the_admin_key(
     assert "no router of a run answers there" in str(gone.exception)
 
 
+@pytest.mark.medium
 async def test_from_claim_to_lease(live_run, renderer) -> None:
     """Two episodes of one group are played by the real client and reach the trainer exactly."""
     stop = renderer.stop_ids[0]
@@ -138,6 +140,7 @@ async def play(episode: dict) -> None:
         assert "".join([c.choices[0].delta.content or "" async for c in answer]) == "84"
 
 
+@pytest.mark.medium
 async def test_sft_conversations_need_no_server(live_run) -> None:
     """Trajectories are rendered and stored while nothing serves; claims are asked to come back."""
     async with live_router(live_run) as url, httpx.AsyncClient(base_url=url, headers=KEY) as http:
@@ -155,6 +158,7 @@ async def test_sft_conversations_need_no_server(live_run) -> None:
     assert turn.loss_spans == ((0, len(turn.output_ids)),)
 
 
+@pytest.mark.medium
 async def test_an_address_that_cannot_be_had_is_named(make_run, redis_url, tmp_path) -> None:
     """The sentence says which address, and what to choose."""
     settings = make_run(router={"host": "192.0.2.1", "port": 1}).settings

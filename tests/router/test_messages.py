@@ -98,6 +98,7 @@ async def test_why_an_answer_ended_is_given_in_anthropics_words(stage, client) -
     assert stage.server.requests[0]["sampling_params"]["max_new_tokens"] == 64
 
 
+@pytest.mark.medium
 async def test_every_way_to_the_same_episode(stage, client) -> None:
     """Key as x-api-key or bearer, base URL with /v1 or without, by key or by path."""
     stage.server.answer = lambda request: stage.script("fine")
@@ -225,6 +226,7 @@ def test_blocks_become_the_messages_they_tell(blocks) -> None:
     assert all(isinstance(call, ToolCall) for call in answer.tool_calls)
 
 
+@pytest.mark.medium
 async def test_an_sdk_tool_runner_plays_one_exact_branch(stage, client) -> None:
     """It threads by default; refused as it expects, it sends its whole history instead."""
 

@@ -129,6 +129,7 @@ async def judged(make_stage, monkeypatch):
         yield stage
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "completions", "messages"])
 async def test_an_upstream_is_asked_and_never_recorded(judged, path: str) -> None:
     """The body goes on unread but for the name, with the upstream's key and not the episode's."""
@@ -173,6 +174,7 @@ async def test_a_trace_reaches_an_upstream_as_it_came(judged) -> None:
         assert not headers.keys() & {"x-own", "cookie", "x-stainless-retry-count"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_an_upstream_that_breaks_off_is_no_answer(make_stage, is_streamed: bool) -> None:
     """Half a body is a failure that may be retried; a stream that has begun ends in an error."""

@@ -49,6 +49,7 @@ async def test_a_model_is_shown_to_its_episode_only(stage) -> None:
         assert (await stage.post(path, {}, key="sk-other")).status_code == 405
 
 
+@pytest.mark.medium
 async def test_a_client_whose_key_is_fixed_has_its_episodes_in_the_path(stage) -> None:
     """The path alone names the episode, in every dialect; nothing short of the key opens it."""
     one, other = await stage.open(), await stage.open()
@@ -79,6 +80,7 @@ async def test_a_client_whose_key_is_fixed_has_its_episodes_in_the_path(stage) -
     assert (await stage.get(path, key="EMPTY")).status_code == 401
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stream", [False, True])
 async def test_bytes_of_logprobs_are_those_of_the_answer(stage, stream: bool) -> None:
     """A token that is a part of a character has its own bytes; joined, they are the text."""

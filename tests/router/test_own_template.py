@@ -120,6 +120,7 @@ def test_an_unknown_model_is_a_sentence_with_the_nearest(
     assert [word for word in words if word not in str(caught.value)] == []
 
 
+@pytest.mark.medium
 def test_a_conversation_is_what_transformers_renders(make_folder: MakeFolder) -> None:
     """Its ids are those of apply_chat_template, tools and calls included."""
     import transformers

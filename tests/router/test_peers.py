@@ -121,6 +121,7 @@ async def test_a_retry_is_of_the_last_such_turn(pair) -> None:
     assert [text_of(await task) for task in (stayed, again)] == ["three", "three"]
 
 
+@pytest.mark.medium
 async def test_whoever_waits_gets_the_same_bytes(pair) -> None:
     """The client that stayed and retries at both routers get one turn."""
     first, other = pair
@@ -198,6 +199,7 @@ async def test_a_router_that_never_answers_holds_a_retry_up_once(make_stage) -> 
     dead.cancel()
 
 
+@pytest.mark.medium
 async def test_a_router_that_generates_and_falls_silent_is_not_waited_for(make_stage) -> None:
     """It said that it has the turn in flight, and then nothing more: the waiting router generates
     it."""
@@ -276,6 +278,7 @@ async def test_who_left_and_asks_again_elsewhere_without_a_mark_gets_the_turn(pa
     assert all(turn.loss_spans for turn in first.turns(episode))
 
 
+@pytest.mark.medium
 async def test_an_undelivered_turn_answers_after_a_restart(
     make_stage,
 ) -> None:

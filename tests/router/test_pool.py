@@ -16,6 +16,7 @@ async def ask(stage, episode, **fields):
     return await stage.post("/v1/chat/completions", {**BODY, **fields}, episode["api_key"])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("status", [404, 429, 500])
 async def test_a_turn_survives_its_server(stage, status: int) -> None:
     """Dropped connections, a server that is full or another's, and 5xx are repeated, invisible to
@@ -68,6 +69,7 @@ async def test_load_spreads_and_episodes_stay(stage) -> None:
     assert first == again
 
 
+@pytest.mark.medium
 async def test_without_a_server_the_turn_ends_in_a_retryable_503(make_stage) -> None:
     """The error names what was waited for and says when to come back."""
     stage = await make_stage(router={"turn_timeout_s": 0.2})
@@ -80,6 +82,7 @@ async def test_without_a_server_the_turn_ends_in_a_retryable_503(make_stage) -> 
     assert "a server to register" in answer.json()["error"]["message"]
 
 
+@pytest.mark.medium
 async def test_a_turn_s_clock_stands_still_while_the_trainer_has_the_servers_memory(
     make_stage,
 ) -> None:
@@ -107,6 +110,7 @@ async def test_a_turn_s_clock_stands_still_while_the_trainer_has_the_servers_mem
     assert len(stage.server.requests) == 1
 
 
+@pytest.mark.medium
 async def test_no_traffic_to_a_quarantined_server_or_a_wrong_version(make_stage) -> None:
     """Only the acknowledged version, or the announced one that replaces it, serves."""
     stage = await make_stage(router={"turn_timeout_s": 0.2})
@@ -307,6 +311,7 @@ async def test_an_episode_that_asks_for_much_does_not_hold_up_the_others(make_st
     assert not stage.app.state.parts.pool.is_busy
 
 
+@pytest.mark.medium
 async def test_who_waits_for_a_full_server_waits_no_longer_than_the_deadline(make_stage) -> None:
     """The refusal may be retried, and a client that leaves makes room for nobody twice."""
     stage = await make_stage(server={"max_running_requests": 1}, router={"turn_timeout_s": 0.5})

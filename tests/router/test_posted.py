@@ -163,6 +163,7 @@ async def posting(
         yield Posting(stage, reader, fence)
 
 
+@pytest.mark.medium
 async def test_a_posted_group_is_trained_exactly_once(posting: Posting) -> None:
     """Turns and rows make the same samples; what is posted again, also after its training, is the
     same answer and no second group."""

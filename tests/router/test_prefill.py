@@ -43,6 +43,7 @@ def stopped(stage, text: str, stop: str) -> None:
     stage.server.answer = lambda request: Script(ids=ids, finish={"type": "stop", "matched": stop})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("chunk", [1, 100])
 async def test_the_policy_goes_on_where_the_client_stopped(stage, ask, stream, chunk) -> None:
@@ -69,6 +70,7 @@ async def test_the_policy_goes_on_where_the_client_stopped(stage, ask, stream, c
     assert seen == own
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("prefill", "generated", "texts", "calls"),

@@ -107,6 +107,7 @@ def live_run(make_run, tmp_path: Path):
         yield run
 
 
+@pytest.mark.medium
 @pytest.mark.timeout(420)
 async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
     live_run, renderer
@@ -182,6 +183,7 @@ async def test_killing_a_router_loses_no_turn_and_a_retry_gets_its_answer(
         reader.close()
 
 
+@pytest.mark.medium
 @pytest.mark.timeout(420)
 async def test_one_episode_through_two_processes_is_one_branch(live_run, renderer) -> None:
     """Whichever process a connection reaches, the conversation goes on by its recorded ids."""
@@ -228,6 +230,7 @@ async def test_one_episode_through_two_processes_is_one_branch(live_run, rendere
         assert request["input_ids"][: len(turns[0].prompt_ids)] == turns[0].prompt_ids.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(420)
 async def test_a_retry_at_another_process_waits_for_the_turn_or_generates_it_when_that_dies(
     live_run, renderer

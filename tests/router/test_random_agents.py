@@ -228,6 +228,7 @@ def check_records(agent: RandomAgent) -> set[str]:
     return ids
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("format_and_stage", FORMATS, indirect=True)
 @given(plays=PLAYS, chunk=st.integers(1, 9))
 @BOUNDED

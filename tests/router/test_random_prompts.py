@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -44,6 +45,7 @@ def parents_and_causes(ids: list[int], turns) -> dict[str | None, str]:
     }
 
 
+@pytest.mark.medium
 @given(moves=MOVES)
 @settings(
     max_examples=30,

@@ -36,6 +36,7 @@ async def generating(stage, num: int) -> None:
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_generated_turn_waits_to_be_recorded(stage, stream: bool) -> None:
     """What was shown already is not followed by an error, and nothing is generated twice."""
@@ -69,6 +70,7 @@ async def hang_up(task: asyncio.Task) -> None:
         await task
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_choices", [1, 2])
 async def test_who_leaves_while_a_turn_waits_to_be_recorded_has_not_got_it(
     make_stage, num_choices: int
@@ -101,6 +103,7 @@ async def test_who_leaves_while_a_turn_waits_to_be_recorded_has_not_got_it(
     assert "router_undelivered_turns_total 1.0" in scraped
 
 
+@pytest.mark.medium
 async def test_who_leaves_and_comes_back_meanwhile_gets_the_turn(stage) -> None:
     """The same request while the first one's turn still waits: generated and recorded once."""
     stage.says("fine")
@@ -125,6 +128,7 @@ async def test_who_leaves_and_comes_back_meanwhile_gets_the_turn(stage) -> None:
     assert len(stage.server.requests) == 1
 
 
+@pytest.mark.medium
 async def test_a_turn_waits_to_be_begun(make_stage, stage) -> None:
     """A router that does not know the episode yet asks again."""
     episode = await stage.open()
@@ -143,6 +147,7 @@ async def test_a_turn_waits_to_be_begun(make_stage, stage) -> None:
     assert (await task).choices[0].message.content == "fine"
 
 
+@pytest.mark.medium
 async def test_who_waits_is_let_go_when_the_router_stops(stage) -> None:
     """To begin a turn or to record one: no turn holds up a router, and clients are asked to come
     back."""
@@ -184,6 +189,7 @@ async def restartable(
         yield stage, redis, wire
 
 
+@pytest.mark.medium
 async def test_agents_play_on_while_redis_is_restarted(restartable) -> None:
     """Eight of them, streaming and not, of two SDKs that retry nothing: no error, and every turn is
     recorded once, where the server was asked once."""
@@ -249,6 +255,7 @@ async def trained(restartable) -> tuple:
     return stage, wire, claims["claims"][0]["episode"]
 
 
+@pytest.mark.medium
 async def test_a_record_whose_acknowledgement_was_lost_stands(trained) -> None:
     """It says that the turn was delivered; who left after it was written changes it no more."""
     stage, wire, episode = trained

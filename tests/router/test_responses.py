@@ -81,6 +81,7 @@ async def test_a_response_is_gone_on_with_by_its_id(stage) -> None:
     assert path == stage.server.requests[1]["input_ids"] == stage.server.requests[2]["input_ids"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("instructions", "cause"),
     [("Be short.", "extension"), (None, "extension"), ("Be long.", "system_changed")],
@@ -102,6 +103,7 @@ async def test_instructions_are_rendered_once(stage, instructions, cause: str) -
     assert [turn.branch_cause for turn in stage.turns(episode)] == ["root", cause]
 
 
+@pytest.mark.medium
 async def test_another_router_goes_on_by_ids_alone(make_stage, renderer) -> None:
     """A process that did not serve the conversation continues recorded ids, and then its own."""
     here = await make_stage()
@@ -177,6 +179,7 @@ async def test_what_cannot_be_is_refused_by_name(stage, fields: dict, param: str
     assert not stage.server.requests
 
 
+@pytest.mark.medium
 @given(
     st.lists(
         st.tuples(
@@ -236,6 +239,7 @@ async def play_by_reference(first, second, *, names_call: bool = False):
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("names_call", [False, True])
 @pytest.mark.parametrize("has_other_router", [False, True])
 async def test_items_named_by_id_are_those_of_the_answer(
@@ -260,6 +264,7 @@ async def test_items_named_by_id_are_those_of_the_answer(
     assert [turn.branch_cause for turn in (one, two)] == ["root", cause]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "item_id", ["rs_000000000000000000000000", "msg_x", "nonsense", "fc_%s_7", ""]
 )

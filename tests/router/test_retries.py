@@ -90,6 +90,7 @@ async def test_a_retry_joins_the_turn_in_flight(stage, headers) -> None:
     assert stage.turns(episode)[0].loss_spans
 
 
+@pytest.mark.medium
 async def test_an_undelivered_turn_has_no_loss(stage) -> None:
     """The client left for good: its turn is recorded at the close, without loss."""
     stage.says("one")

@@ -278,6 +278,7 @@ def deltas_of(answer: Message, cut: int) -> list[Delta]:
     return found
 
 
+@pytest.mark.medium
 @given(messages=conversations(), knobs=KNOBS)
 @settings(max_examples=60, deadline=None)
 def test_every_dialect_asks_for_the_same_turn(messages, knobs) -> None:
@@ -295,6 +296,7 @@ def test_every_dialect_asks_for_the_same_turn(messages, knobs) -> None:
     assert [tool["function"]["name"] for tool in requests[0].tools] == ["f", "g"]
 
 
+@pytest.mark.medium
 @each_client
 @given(messages=conversations(), answer=answers(), knobs=KNOBS, data=st.data())
 @settings(max_examples=60, deadline=None)

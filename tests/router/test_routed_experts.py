@@ -69,6 +69,7 @@ async def test_each_token_is_asked_for_once(mixture) -> None:
     assert starts[3] > first
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_two_servers_generated_is_joined(mixture, stream: bool) -> None:
     """A turn that was aborted half-way and goes on: the rest is asked of who goes on with it."""
@@ -134,6 +135,7 @@ async def test_a_server_that_says_nothing_is_served_all_the_same(mixture) -> Non
     assert turn.loss_spans
 
 
+@pytest.mark.medium
 async def test_only_what_may_be_trained_is_asked_for(mixture, stage) -> None:
     """Not for evaluations, with replay off, or of a dense model."""
     experts = await mixture()

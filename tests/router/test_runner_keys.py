@@ -89,6 +89,7 @@ def test_a_limit_refills_and_forgets_idle_keys() -> None:
     assert num_taken("a") == 4
 
 
+@pytest.mark.medium
 async def test_the_audit_log_names_who_did_what(make_stage) -> None:
     """Rewards and control, by the name of the key and never the key; only with the setting."""
     for is_on in (True, False):

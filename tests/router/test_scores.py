@@ -48,6 +48,7 @@ def span(turn: str, start: int, end: int) -> dict:
     return {"turn": turn, "start": start, "end": end, "value": 1.0}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("scores", "words"),
     [

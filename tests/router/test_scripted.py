@@ -62,6 +62,7 @@ async def scene(scripted, policy: Path, make_run, tmp_path: Path):
             yield found
 
 
+@pytest.mark.medium
 async def test_tool_loops_of_every_sdk_are_recorded_as_the_server_saw_them(scene) -> None:
     """chat, responses and messages, plain and by the SDK's own streaming helper: two calls at once
     and an answer are one branch, id for id and logprob for logprob the engine's."""
@@ -88,6 +89,7 @@ async def test_tool_loops_of_every_sdk_are_recorded_as_the_server_saw_them(scene
         await meeting.close()
 
 
+@pytest.mark.medium
 async def test_structured_output_is_sampled_under_the_schema(scene) -> None:
     """A random policy's answer is parsed by the SDK's helper into the caller's type, plain and
     streamed; what the grammar forced is recorded as the server sampled it, and masked."""
@@ -107,6 +109,7 @@ async def test_structured_output_is_sampled_under_the_schema(scene) -> None:
     assert all(json.loads(scene.renderer.tokenizer.decode([*t.output_ids[:-1]])) for t in turns)
 
 
+@pytest.mark.medium
 async def test_the_check_finds_a_wrong_record(scene) -> None:
     """One id or one logprob that differs from the server's is found."""
     scene.says("fine")
@@ -128,6 +131,7 @@ async def test_the_check_finds_a_wrong_record(scene) -> None:
             scene.check_exact(episode)
 
 
+@pytest.mark.medium
 async def test_only_what_the_policy_generated_for_training_reaches_the_trainer(scene) -> None:
     """Of a group whose episodes also ask the frozen policy, and of evaluations that run beside it
     under the same words, the trainer is leased the group alone, and its samples train exactly the
@@ -172,6 +176,7 @@ async def test_only_what_the_policy_generated_for_training_reaches_the_trainer(s
     assert masks == ["eval"] * 3
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_a_stream_is_held_while_its_server_is_paused(scene, mode) -> None:
     """A client reads a stream whose server is paused in the middle, in each of its ways, and goes

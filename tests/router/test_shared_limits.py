@@ -60,6 +60,7 @@ class Played:
         return (await self.http.get(path, headers=RUNNER)).json()
 
 
+@pytest.mark.medium
 async def test_choices_retries_and_other_routers_share_one_keys_limits(live_run, renderer) -> None:
     """Choices count one by one: at once at each router, in all wherever they are sampled; a retry
     counts nothing, at whichever router, and no answer of a refused request is sampled."""

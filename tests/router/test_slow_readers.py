@@ -95,6 +95,7 @@ async def serving(
             client.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("more", [(), ("connection: close",)], ids=["kept", "close"])
 @pytest.mark.parametrize("size", [20_000_000, 3_000_000])
 def test_an_unread_answer_is_not_stored(play: Play, size: int, more: tuple[str, ...]) -> None:
@@ -113,6 +114,7 @@ def test_an_unread_answer_is_not_stored(play: Play, size: int, more: tuple[str, 
     play(go())
 
 
+@pytest.mark.medium
 def test_an_unread_remainder_is_not_stored(play: Play) -> None:
     """Of an idle connection, which is closed, less may be left than a transport waits for."""
     seen: list[int] = []
@@ -140,6 +142,7 @@ def test_an_unread_remainder_is_not_stored(play: Play) -> None:
     assert 0 < seen[0] < 16384
 
 
+@pytest.mark.medium
 def test_who_reads_none_of_a_stream_is_gone(play: Play) -> None:
     """A stream waits for its reader, with little of it in memory, then it is sent."""
     most, is_reported = 0, False
@@ -167,6 +170,7 @@ def test_who_reads_none_of_a_stream_is_gone(play: Play) -> None:
     assert 0 < most < 200_000
 
 
+@pytest.mark.medium
 def test_who_reads_slowly_is_waited_for(play: Play) -> None:
     """As long as some is read each time that it is looked; then no longer."""
     size, num_read = 30_000_000, 0
@@ -207,6 +211,7 @@ class NarrowConnection(ImpatientConnection):
         super().connection_made(transport)
 
 
+@pytest.mark.slow
 async def test_a_turn_whose_reader_stalls_is_there_for_its_retry(make_stage: Callable) -> None:
     """Its stream ends, its turn is recorded, and the same request gets it whole."""
     stage = await make_stage(connection=NarrowConnection, sampling={"max_new_tokens": 2000})

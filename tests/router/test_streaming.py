@@ -3,6 +3,7 @@
 import asyncio
 from itertools import pairwise
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ QUICK = settings(
 )
 
 
+@pytest.mark.medium
 @QUICK
 @given(
     ids=st.lists(st.integers(0, 399), max_size=60), cuts=st.lists(st.integers(1, 5), min_size=60)
@@ -51,6 +53,7 @@ def test_nothing_shown_is_ever_taken_back(renderer, text: str, cut: int, stop) -
     assert stream.shown == stream.shown.rstrip()
 
 
+@pytest.mark.medium
 @QUICK
 @given(
     text=st.text(alphabet="ab \n\u00e9<", max_size=30),
@@ -77,6 +80,7 @@ def test_reasoning_and_text_are_shown_as_they_are_parsed(
         assert reasoning == parsed.reasoning == text.strip()
 
 
+@pytest.mark.medium
 async def test_the_first_delta_comes_before_generation_ends(stage) -> None:
     """Streaming is real: text arrives while the server still generates."""
     stage.server.step_gate = asyncio.Event()

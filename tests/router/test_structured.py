@@ -141,6 +141,7 @@ async def test_a_forced_call_is_begun_for_the_policy(make_stage, choice, start) 
     assert path == stage.server.requests[1]["input_ids"]
 
 
+@pytest.mark.medium
 async def test_a_forced_call_is_the_same_for_a_retry_and_in_a_stream(make_stage) -> None:
     """Read again from the record, or shown piece by piece, it is the same call."""
     stage = await make_stage(sampling=RECORD)

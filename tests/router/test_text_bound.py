@@ -38,6 +38,7 @@ def test_only_certain_bounds_are_given(fields: dict, expected: int | None) -> No
     assert max_chars_per_token({**BPE, **fields}, 7) == expected
 
 
+@pytest.mark.medium
 @settings(max_examples=20, deadline=None)
 @given(st.text(max_size=40))
 def test_no_text_that_fits_is_beyond_the_bound(model_folder: Path, text: str) -> None:

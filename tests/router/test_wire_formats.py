@@ -478,6 +478,7 @@ async def play(case: Case, make_stage: Callable, folder: Path) -> str:
     return "\n".join(found)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 async def test_the_wire_format_is_the_recorded_one(
     case: Case, make_stage: Callable, byte_model: Path

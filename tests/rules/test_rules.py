@@ -28,6 +28,7 @@ def test_no_promise_and_no_rule_is_missing() -> None:
     assert list(RULES) == EXPECTED
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", EXPECTED)
 def test_each_is_held_by_tests_that_exist(name: str) -> None:
     """A rule names tests that exist, and for what is pending the part that it waits for."""

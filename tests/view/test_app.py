@@ -90,6 +90,7 @@ def test_no_script_of_ours_reads_text_as_markup() -> None:
         assert urls == set(), item.name
 
 
+@pytest.mark.medium
 def test_episodes_are_found_by_what_they_are(client: TestClient) -> None:
     """By text, reward, outcome, fate, task, version, length; sorted; in pages."""
     assert set(ids(client)) == {"good", "bad", "failed", "attack"}
@@ -180,6 +181,7 @@ def test_unknown_filters_and_folders_are_refused(client: TestClient, tmp_path: P
         find_runs([tmp_path])
 
 
+@pytest.mark.medium
 def test_the_demo_is_a_whole_run() -> None:
     """In the package: curves, and episodes of each fate with their tokens."""
     runs = find_runs([demo_folder()])
@@ -214,6 +216,7 @@ def test_tokens_have_the_policy_s_own_logprobs(run_folder: Path, tmp_path: Path)
     assert found["advantages"] == [0.5, 0.5, 0.5, None]
 
 
+@pytest.mark.medium
 def test_lanes_say_who_waited_for_whom(client: TestClient) -> None:
     """Turns in flight, open and waiting episodes over time, and what each step was spent on."""
     found = get(client, "/shown/lanes")
@@ -227,6 +230,7 @@ def test_lanes_say_who_waited_for_whom(client: TestClient) -> None:
     assert [step["step"] for step in late["steps"]] == [6, 7, 8]
 
 
+@pytest.mark.medium
 @given(
     st.lists(
         st.tuples(st.floats(0, 100), st.floats(0, 50)).map(lambda one: (one[0], one[0] + one[1])),

@@ -74,6 +74,7 @@ def test_a_reward_beyond_a_game_is_refused(write_run) -> None:
         read_games(folder, win=0.0, loss=1.0)
 
 
+@pytest.mark.medium
 def test_the_command_prints_and_draws(write_run) -> None:
     """A line for each version, JSON on request, and a picture; without a chain of games it says
     what would link versions."""

@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fakes.receiver import receiver
 from outloop.buffer.events import read_events
 from outloop.buffer.monitor.alarms import Alarms, Webhook
@@ -37,6 +39,7 @@ def test_an_alarm_is_reported_when_it_begins_and_when_it_is_over(tmp_path: Path)
     assert [change["kind"] for change in changes] == ["alarm", "alarm_over"]
 
 
+@pytest.mark.medium
 def test_a_webhook_gets_each_event_once_it_answers() -> None:
     """A refusal is tried again; the body is JSON with a text that chat programs show."""
     failures: list[str] = []

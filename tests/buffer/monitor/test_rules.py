@@ -114,6 +114,7 @@ def test_an_alarm_comes_when_it_should(
     assert on(good()) == set()
 
 
+@pytest.mark.medium
 @given(seed=st.integers(0, 2**31), level=st.floats(0.0, 1.0), noise=st.floats(0.001, 0.3))
 def test_noise_around_one_level_is_no_collapse(seed: int, level: float, noise: float) -> None:
     """A reward that does not move at all raises nothing, whatever its noise."""

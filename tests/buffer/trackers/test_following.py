@@ -89,6 +89,7 @@ def wait_until(what: str, is_true: object, deadline_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.medium
 def test_a_failing_tracker_says_so_and_loses_nothing(recorded: Path) -> None:
     """Its failure is a sentence; when it works again it gets what it missed, and the sentence
     goes."""
@@ -113,6 +114,7 @@ def test_a_failing_tracker_says_so_and_loses_nothing(recorded: Path) -> None:
     assert noted(recorded)[-1] == ["close"]
 
 
+@pytest.mark.medium
 def test_a_hanging_tracker_says_so_and_does_not_hold_the_end(recorded: Path) -> None:
     """A call that never returns is a sentence, and the end comes all the same."""
     (recorded / "hang").touch()
@@ -139,6 +141,7 @@ def test_an_impossible_tracker_is_refused(name: str, sentence: str) -> None:
         factory_of(name)
 
 
+@pytest.mark.medium
 def test_tensorboard_has_scalars_settings_and_episodes(recorded: Path) -> None:
     """Event files hold every metric of every row, the settings and a table of sample episodes."""
     from tensorboardX.proto.event_pb2 import Event

@@ -28,6 +28,7 @@ def attributes(span: Span) -> dict[str, object]:
     }
 
 
+@pytest.mark.medium
 def test_episodes_arrive_as_traces(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each episode is one trace of an agent, its turns with their servers, and the verifier, with
     the ids and times of the archive; sending it again makes no other ids."""
@@ -79,6 +80,7 @@ def spans_in(request: ExportTraceServiceRequest) -> Iterator[Span]:
             yield from scope.spans
 
 
+@pytest.mark.medium
 def test_a_collector_that_refuses_is_a_failure(
     recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

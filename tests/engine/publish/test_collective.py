@@ -55,6 +55,7 @@ def _urls(servers: dict[str, Any]) -> dict[str, str]:
     return {server_id: server.url for server_id, server in servers.items()}
 
 
+@pytest.mark.medium
 def test_all_servers_take_what_is_broadcast(
     three: dict[str, Any],
     publish_to: Callable[..., Any],
@@ -76,6 +77,7 @@ def test_all_servers_take_what_is_broadcast(
         assert answer["output_ids"] == expected_ids
 
 
+@pytest.mark.medium
 def test_a_member_lost_in_the_middle_costs_a_fallback_and_the_group_is_built_again(
     three: dict[str, Any],
     publish_to: Callable[..., Any],
@@ -102,6 +104,7 @@ def test_a_member_lost_in_the_middle_costs_a_fallback_and_the_group_is_built_aga
         assert greedy(three[server_id].url)["meta_info"]["weight_version"] == "3"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("behaviour", "phase"),
     [
@@ -135,6 +138,7 @@ def test_a_member_that_never_joins_is_quarantined(
     assert registry.state("good") == (1, False)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("behaviour", "phase"),
     [
@@ -183,6 +187,7 @@ def stopping_server(
         tap.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_member_that_was_stopped_is_found_by_the_first_byte(
     server_process: Callable[..., Any],
@@ -211,6 +216,7 @@ def test_a_member_that_was_stopped_is_found_by_the_first_byte(
     assert greedy(urls["good"])["meta_info"]["weight_version"] == "2"
 
 
+@pytest.mark.medium
 def test_no_server_left_is_an_error_within_the_deadline(
     server_process: Callable[..., Any],
     publish_to: Callable[..., Any],
@@ -231,6 +237,7 @@ def test_no_server_left_is_an_error_within_the_deadline(
     assert registry.state("server-0") == (None, True)
 
 
+@pytest.mark.medium
 def test_latecomers_and_the_quarantined_are_fed_from_disk(
     server_process: Callable[..., Any],
     publish_to: Callable[..., Any],
@@ -253,6 +260,7 @@ def test_latecomers_and_the_quarantined_are_fed_from_disk(
         assert greedy(server.url)["output_ids"] == expected_ids
 
 
+@pytest.mark.medium
 def test_names_that_do_not_match_are_refused_by_every_member(
     server_process: Callable[..., Any],
     publish_to: Callable[..., Any],
@@ -307,6 +315,7 @@ def sglang_member() -> Iterator[Callable[[int, str], Any]]:
         process.join()
 
 
+@pytest.mark.medium
 def test_the_group_is_joined_by_torchs_own_helper(sglang_member: Callable[..., Any]) -> None:
     """SGLang's members come through torch's helper: keys, ranks and the broadcast are the same."""
     rendezvous = Rendezvous("127.0.0.1")

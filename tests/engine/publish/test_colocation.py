@@ -84,6 +84,7 @@ def colocated(make_publisher: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+@pytest.mark.medium
 def test_the_order_of_a_step_is_the_one_that_sglang_asserts(
     server_process: Callable[..., Any],
     colocated: Callable[..., Any],
@@ -118,6 +119,7 @@ def test_the_order_of_a_step_is_the_one_that_sglang_asserts(
     assert greedy(taps[0].url)["output_ids"] == expected_ids
 
 
+@pytest.mark.medium
 def test_a_turn_in_flight_goes_on_after_the_step(
     server_process: Callable[..., Any],
     colocated: Callable[..., Any],
@@ -147,6 +149,7 @@ def test_a_turn_in_flight_goes_on_after_the_step(
     assert spans[-1]["end"] == 400
 
 
+@pytest.mark.medium
 def test_servers_that_keep_their_weights_go_on_with_them(
     server_process: Callable[..., Any],
     colocated: Callable[..., Any],
@@ -174,6 +177,7 @@ def test_servers_that_keep_their_weights_go_on_with_them(
         assert greedy(process.url)["output_ids"] == expected_ids
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("phase", "moment"),
     [
@@ -220,6 +224,7 @@ def _close_with(tap: Tap, process: Any) -> None:
     tap.socket.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("path", [RESUME, PATHS["begin"], PATHS["end"], PATHS["bucket"]])
 def test_a_server_that_refuses_between_its_weights_and_its_cache_is_fed_at_the_next_step(
     path: str,
@@ -249,6 +254,7 @@ def test_a_server_that_refuses_between_its_weights_and_its_cache_is_fed_at_the_n
     assert greedy(taps[0].url)["output_ids"] == expected_ids
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("moment", ["asleep", "first bucket", "late bucket", "leaves"])
 def test_a_trainer_that_dies_while_memory_is_away_is_followed_by_another(
     moment: str,
@@ -290,6 +296,7 @@ def test_a_trainer_that_dies_while_memory_is_away_is_followed_by_another(
     assert greedy(url)["output_ids"] == expected_ids
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("phase", ["pause", "flush", "release"])
 def test_a_server_that_keeps_its_memory_ends_the_run_with_its_name(
     phase: str, colocated: Callable[..., Any], registry: Any, lying_server: Callable[..., Any]
@@ -304,6 +311,7 @@ def test_a_server_that_keeps_its_memory_ends_the_run_with_its_name(
     assert any("stuck to end" in sentence for sentence in waits)
 
 
+@pytest.mark.medium
 def test_a_server_that_is_starting_is_waited_for(
     server_process: Callable[..., Any], colocated: Callable[..., Any], registry: Any
 ) -> None:
@@ -320,6 +328,7 @@ def test_a_server_that_is_starting_is_waited_for(
         colocated(start_timeout_s=0.3).take_devices()
 
 
+@pytest.mark.medium
 def test_nothing_is_asked_of_servers_with_devices_of_their_own(
     server_process: Callable[..., Any],
     make_publisher: Callable[..., Any],

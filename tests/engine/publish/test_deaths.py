@@ -65,6 +65,7 @@ def check(
     return run
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_death_in_any_phase_costs_only_the_dead(
@@ -75,12 +76,14 @@ def test_a_death_in_any_phase_costs_only_the_dead(
     check(phase, moment, skip=phase == "bucket", dies_at_the_end=is_last)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("phase", ["scramble", "probe"])
 def test_a_death_around_a_probe_costs_only_the_dead(check: Callable[..., None], phase: str) -> None:
     """Filled at random and not fed yet, or fed and not verified: neither is ever served."""
     check(phase, "during", verify="probe")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("phase", ["join", "first_byte", "broadcast"])
 def test_a_death_in_a_group_costs_only_the_dead(
@@ -94,6 +97,7 @@ def test_a_death_in_a_group_costs_only_the_dead(
     check(phase, moment, skip=skip, transport="collective", fallback=fallback)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_death_while_loading_from_disk_costs_only_the_dead(
     check: Callable[..., None], moment: str

@@ -35,6 +35,7 @@ except PublishFailed as error:
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("where", ["disk", "shared_memory"])
 def test_a_full_disk_is_an_error_that_says_so(where: str, tmp_path: Path) -> None:
     """PublishFailed with the place and what to do; no half-written file, no kill."""

@@ -22,6 +22,7 @@ def rehearse(*names: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_a_row_that_cannot_run_says_what_it_needs() -> None:
     """And is no failure: this is a rehearsal, and says so."""
     result = rehearse("setting", "checksum", "exported", "bench-publish")
@@ -31,6 +32,7 @@ def test_a_row_that_cannot_run_says_what_it_needs() -> None:
     assert "--- setting: ok" in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_a_cpu_can_show_is_shown() -> None:
     """A member that never takes part in a broadcast, over gloo."""
@@ -39,6 +41,7 @@ def test_what_a_cpu_can_show_is_shown() -> None:
     assert "PASS nobody took part in the first broadcast: ended after 5" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_fails_the_whole(tmp_path: Path) -> None:
     """Here for files of SGLang that are none."""
     for name in ("common.py", "patch_torch.py", "tensor_bucket.py"):

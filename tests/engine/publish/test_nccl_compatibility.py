@@ -54,6 +54,7 @@ def test_nothing_is_refused_where_the_trainer_has_no_nccl() -> None:
     assert logs == []
 
 
+@pytest.mark.medium
 def test_a_server_of_another_release_is_fed_by_the_fallback(
     server_process: Callable[..., Any],
     make_publisher: Callable[..., Any],

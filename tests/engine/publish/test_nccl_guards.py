@@ -190,6 +190,7 @@ def send(stuck: _Stuck) -> Iterator[Any]:
         sender.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_carried", [0, 1])
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_a_broadcast_that_never_ends_costs_its_deadline(

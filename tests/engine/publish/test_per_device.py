@@ -113,6 +113,7 @@ def test_every_rank_of_a_server_gets_the_copy_on_its_own_gpu() -> None:
     assert source.is_over
 
 
+@pytest.mark.medium
 def test_a_server_without_a_trainer_rank_beside_it_is_left_out() -> None:
     """By name, before a byte is staged for it; the others are served."""
     source = NamedCopies()

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ SPECS = st.lists(
 )
 
 
+@pytest.mark.medium
 @given(SPECS, st.integers(1, 20_000))
 def test_every_tensor_lies_once_in_order_and_aligned(specs: list[TensorSpec], limit: int) -> None:
     """The plan is a partition of the tensors that keeps their order."""
@@ -38,6 +40,7 @@ def test_every_tensor_lies_once_in_order_and_aligned(specs: list[TensorSpec], li
         assert end <= limit or len(bucket) == 1
 
 
+@pytest.mark.medium
 @given(SPECS, st.integers(1, 20_000))
 def test_no_bucket_is_opened_early(specs: list[TensorSpec], limit: int) -> None:
     """The first tensor of a bucket would not have fitted into the one before."""

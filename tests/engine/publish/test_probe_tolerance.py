@@ -14,6 +14,7 @@ LOGIT_STD = 2.6
 """Over the vocabulary, of SmolLM2-135M at the probe's prompts; a random model's would be 0.6."""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_rounding_takes_less_than_half_of_the_tolerance(seed: int) -> None:
     """Sums are float32 in both, stored values are rounded: their errors add up as a random walk,

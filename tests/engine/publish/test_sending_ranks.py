@@ -92,6 +92,7 @@ def test_what_no_allowed_rank_holds_leaves_from_any_of_them() -> None:
     ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_share_arrives(
     transport: str,
@@ -123,6 +124,7 @@ def test_every_share_arrives(
     assert [order.rank for order in joins] == ([0, 1, 2] if transport == "collective" else [])
 
 
+@pytest.mark.medium
 def test_a_server_lost_in_the_middle_costs_a_fallback_and_all_groups_are_built_again(
     server_process: Callable[..., Any], sharing: Callable[..., Any], registry: Any
 ) -> None:
@@ -153,6 +155,7 @@ def test_a_server_lost_in_the_middle_costs_a_fallback_and_all_groups_are_built_a
     assert [(order.rank, order.world_size) for order in again] == [(0, 2), (1, 2), (2, 2)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("behaviour", "phase"),
     [("refuse", "join"), ("claim", "join"), ("refuse", "first_byte"), ("hang", "first_byte")],
@@ -175,6 +178,7 @@ def test_a_server_that_fails_one_group_is_left_out_of_all(
     assert registry.state("good") == (1, False)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("transport", "kind"),
     [

@@ -91,6 +91,7 @@ def test_nothing_is_left_in_shared_memory_or_on_disk(
     post(torch_server.url, "/update_weights_from_disk", {"model_path": str(make_model())})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("phase", ["pause", "begin", "bucket", "end", "verify", "version"])
 @pytest.mark.parametrize("behaviour", ["error", "refuse"])
 def test_a_failing_server_is_quarantined_and_the_others_go_on(
@@ -116,6 +117,7 @@ def test_a_failing_server_is_quarantined_and_the_others_go_on(
     assert greedy(torch_server.url)["meta_info"]["weight_version"] == "7"
 
 
+@pytest.mark.medium
 def test_wrong_weights_are_detected(
     lying_server: Callable[..., Any],
     make_publisher: Callable[..., Any],
@@ -208,6 +210,7 @@ def test_a_run_that_verifies_nothing_is_warned_at_the_start(
     assert sentence.startswith('publish.verify="none": no server is asked')
 
 
+@pytest.mark.medium
 def test_a_server_that_hangs_costs_one_deadline(
     torch_server: Any,
     lying_server: Callable[..., Any],
@@ -268,6 +271,7 @@ def silent() -> Iterator[list[SilentHost]]:
         host.close()
 
 
+@pytest.mark.medium
 def test_servers_that_are_gone_cost_one_probe_together_and_once(
     torch_server: Any,
     silent: list[SilentHost],
@@ -308,6 +312,7 @@ def test_a_server_that_enters_again_is_asked_at_once(
     assert registry.state("late") == (2, False)
 
 
+@pytest.mark.medium
 def test_a_server_killed_in_the_middle_of_a_publish(
     server_process: Callable[..., Any],
     make_publisher: Callable[..., Any],
@@ -443,6 +448,7 @@ def test_a_half_fed_update_is_never_served(
     buffer.close()
 
 
+@pytest.mark.medium
 def test_no_server_is_a_deadline(
     make_publisher: Callable[..., Any],
     registry: Any,

@@ -83,6 +83,7 @@ async def _wait_for_tokens(session: aiohttp.ClientSession, url: str, num_tokens:
     pytest.fail("no token was sampled")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
 async def test_a_turn_goes_on_across_a_publish_with_both_versions(
@@ -140,6 +141,7 @@ async def test_a_turn_goes_on_across_a_publish_with_both_versions(
             assert generated.logprobs[first.end :] == pytest.approx(after, abs=1e-3)
 
 
+@pytest.mark.medium
 async def test_a_turn_leaves_a_server_that_is_quarantined(
     stage: tuple[Generator, PolicyBuffer],
     server_process: Callable[..., Any],

@@ -73,6 +73,7 @@ def test_checksums_of_experts_that_are_spread_are_refused(key: str) -> None:
         settings_of(server, verify="checksum")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("info", "said"),
     [

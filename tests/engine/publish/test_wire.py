@@ -162,6 +162,7 @@ def test_other_content_is_refused(content: object) -> None:
         read_bucket(base64.b64encode(pickle.dumps(content)).decode())
 
 
+@pytest.mark.medium
 @given(st.floats(0, 1), st.lists(st.tuples(st.floats(0, 0.999), st.integers(0, 255)), max_size=4))
 @example(0.0, [(0.49609375, 1)])  # moves the tensor's first byte off its alignment
 @settings(max_examples=60, deadline=None)

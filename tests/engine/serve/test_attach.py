@@ -57,6 +57,7 @@ async def entry_when(
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.medium
 async def test_it_is_entered_lost_and_entered_again(
     make_model: Callable[..., Path], start_torch_server: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -81,6 +82,7 @@ async def test_it_is_entered_lost_and_entered_again(
         assert (await entry_when(reader, lambda e: e.is_quarantined)).policy_version is None
 
 
+@pytest.mark.medium
 async def test_one_that_was_started_anew_is_fed_anew(
     make_model: Callable[..., Path], start_torch_server: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -103,6 +105,7 @@ async def test_one_that_was_started_anew_is_fed_anew(
     client.close()
 
 
+@pytest.mark.medium
 async def test_one_that_never_answers_is_named(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -129,6 +132,7 @@ def test_contradictions_are_refused(server: dict[str, Any], sentence: str) -> No
         build_settings({"model": {"path": "m"}, "server": server}, source="test")
 
 
+@pytest.mark.medium
 async def test_a_server_that_wants_a_key_is_attached_to_with_it(
     make_model: Callable[..., Path], start_torch_server: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ async def first_logprob(run: Run, url: str) -> tuple[str, float]:
     return meta["weight_version"], meta["input_token_logprobs"][1][0]
 
 
+@pytest.mark.medium
 async def test_it_holds_what_is_kept_and_moves_on(followed: Any, make_model: Any) -> None:
     """Nothing before a version is kept; then that one, and a newer one when that is there. Each
     under its own name, with its own weights; publishes do not see it."""
@@ -101,6 +102,7 @@ async def test_it_holds_what_is_kept_and_moves_on(followed: Any, make_model: Any
     assert not task.done()
 
 
+@pytest.mark.medium
 async def test_a_folder_of_another_model_ends_it(followed: Any, make_model: Any) -> None:
     """With a sentence, and without serving it."""
     run, reader, task = followed

@@ -26,6 +26,7 @@ def start() -> Iterator[Callable[[str], LogprobServer]]:
         server.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("behaviour", "dtype", "error", "sentence"),
     [

@@ -34,6 +34,7 @@ async def _post(url: str, *, key: str | None = None, **body: Any) -> tuple[int, 
         return response.status, json.loads(await response.read() or b"null")
 
 
+@pytest.mark.medium
 async def test_it_registers_without_a_version(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -68,6 +69,7 @@ async def test_it_registers_without_a_version(
         await asyncio.wait_for(serving, 20)
 
 
+@pytest.mark.medium
 async def test_a_server_on_shared_devices_waits_until_the_trainer_has_left_them(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -96,6 +98,7 @@ async def test_a_server_on_shared_devices_waits_until_the_trainer_has_left_them(
         reader.close()
 
 
+@pytest.mark.medium
 async def test_it_stops_while_turns_are_held(
     make_model: Callable[..., Path], start_torch_server: Callable[..., Any]
 ) -> None:
@@ -148,6 +151,7 @@ ThreadingHTTPServer((table["host"], table["port"]), Handler).serve_forever()
 """In SGLang's place: there at once, and its first generation never ends."""
 
 
+@pytest.mark.medium
 async def test_the_first_generation_has_the_time_of_a_start(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -168,6 +172,7 @@ async def test_the_first_generation_has_the_time_of_a_start(
             await asyncio.wait_for(serving, 30)
 
 
+@pytest.mark.medium
 async def test_weights_that_are_not_finite_fail_turns_but_not_the_server(
     make_model: Callable[..., Path], start_torch_server: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -186,6 +191,7 @@ async def test_weights_that_are_not_finite_fail_turns_but_not_the_server(
     assert (await _post(f"{url}/generate", input_ids=PROMPT))[0] == 200
 
 
+@pytest.mark.medium
 async def test_prefixes_are_reused_but_never_across_weights(
     make_model: Callable[..., Path], start_torch_server: Callable[..., Any]
 ) -> None:

@@ -47,6 +47,7 @@ def test_truncation_samples_only_what_is_left(params: SamplingParams, allowed: s
     assert set(_sample_many(params, logits, 2000).tolist()) == allowed
 
 
+@pytest.mark.medium
 @given(st.integers(0, 2**64 - 1), st.integers(0, 500), st.integers(2, 5))
 @settings(deadline=None, max_examples=50)
 def test_a_row_does_not_depend_on_the_others(seed: int, num_sampled: int, num_rows: int) -> None:

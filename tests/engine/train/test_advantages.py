@@ -35,6 +35,7 @@ def reference(rewards: list[float], name: str) -> list[float]:
     ]
 
 
+@pytest.mark.medium
 @given(rewards=REWARDS, name=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
 def test_advantages_agree_with_the_papers(rewards: list[float], name: str) -> None:
     """Ragged groups of any size; no signal means exactly zero."""
@@ -80,6 +81,7 @@ def take_reference(groups: list[list[float]], name: str) -> list[list[float]]:
     return [[(r - mean) / (std + 1e-6) for r in group] for group in groups]
 
 
+@pytest.mark.medium
 @given(groups=GROUPS, name=st.sampled_from(["reinforce_pp", "reinforce_pp_baseline"]))
 def test_reinforce_pp_normalises_over_the_take(groups: list[list[float]], name: str) -> None:
     """Ragged, empty, single-member and zero-variance groups; no signal is exactly zero."""
@@ -93,6 +95,7 @@ def test_reinforce_pp_normalises_over_the_take(groups: list[list[float]], name: 
             assert (values == 0.0).all()
 
 
+@pytest.mark.medium
 @given(groups=GROUPS, name=st.sampled_from(["grpo", "dr_grpo", "rloo"]))
 def test_group_advantages_do_not_see_other_groups(groups: list[list[float]], name: str) -> None:
     """A take's advantages are those of each group alone."""

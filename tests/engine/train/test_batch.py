@@ -269,6 +269,7 @@ def test_staleness_goes_by_the_oldest_turn(
     assert kept.metrics["train/staleness_max"] == 3
 
 
+@pytest.mark.medium
 @given(num_groups=st.integers(0, 40), num_updates=st.integers(1, 9))
 @settings_of_hypothesis(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_a_take_is_split_into_updates_of_equal_size(

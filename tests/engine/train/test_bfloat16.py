@@ -51,6 +51,7 @@ def main_weights(policy: Policy) -> list[Tensor]:
     return [p for each in optimizers for p in each.get_parameters()]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
 def test_logprobs_and_gradients_are_those_of_float32(
     kind: str, make_policy: MakePolicy, make_samples: MakeSamples
@@ -72,6 +73,7 @@ def test_logprobs_and_gradients_are_those_of_float32(
     assert torch.nn.functional.cosine_similarity(*gradients, dim=0) >= MIN_COSINE
 
 
+@pytest.mark.medium
 def test_updates_below_bfloat16_are_kept_by_the_main_weights(
     make_policy: MakePolicy, make_samples: MakeSamples
 ) -> None:
@@ -93,6 +95,7 @@ def test_updates_below_bfloat16_are_kept_by_the_main_weights(
 
 
 # megatron-core 0.16.1 reduces by a function that torch 2.13 has deprecated.
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("is_distributed", [False, True])
 def test_a_checkpoint_holds_the_main_weights(
@@ -138,6 +141,7 @@ def sorted_weights(policy: Policy) -> list[Tensor]:
     )
 
 
+@pytest.mark.medium
 def test_a_checkpoint_before_the_first_update_resumes_too(
     make_policy: MakePolicy, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
@@ -153,6 +157,7 @@ def test_a_checkpoint_before_the_first_update_resumes_too(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.medium
 def test_what_is_published_and_converted_is_bfloat16_and_float32(
     make_policy: MakePolicy,
     make_samples: MakeSamples,

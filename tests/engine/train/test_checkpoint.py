@@ -48,6 +48,7 @@ def update(policy: Policy, samples: list[Sample]) -> tuple[float, float]:
     return report.loss, report.learning_rate
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_save_load_step_equals_an_uninterrupted_step(
     optimizer: str, make_policy: MakePolicy, make_samples: MakeSamples, tmp_path: Path
@@ -76,6 +77,7 @@ def test_save_load_step_equals_an_uninterrupted_step(
         load_checkpoint(other, found)
 
 
+@pytest.mark.medium
 def test_a_checkpoint_before_the_first_update_resumes_too(
     make_policy: MakePolicy, make_samples: MakeSamples, tmp_path: Path
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_partial_checkpoint_is_skipped_with_a_sentence(
     assert "incomplete" in logs[0]["sentence"]
 
 
+@pytest.mark.medium
 def test_only_the_newest_remain(make_policy: MakePolicy, tmp_path: Path) -> None:
     """keep = 2 leaves two, and no half-written folder."""
     policy = make_policy()
@@ -134,6 +137,7 @@ def test_only_the_newest_remain(make_policy: MakePolicy, tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_2"]
 
 
+@pytest.mark.medium
 def test_another_models_checkpoint_is_refused(make_policy: MakePolicy, tmp_path: Path) -> None:
     """The differing fields are named before anything is loaded."""
     save_checkpoint(make_policy("qwen3"), tmp_path, step=1, mark=mark(1), keep=1)
@@ -210,6 +214,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_syncs", "how"), [(0, "waiting"), (0, "training"), (2, "training"), (5, "training")]
 )

@@ -58,6 +58,7 @@ def assert_equal_tensors(first: Path, second: Path) -> None:
         assert torch.equal(tensor, after[name]), name
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kind", "tied"),
     [
@@ -86,6 +87,7 @@ def test_there_and_back_is_bit_equal(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "megatron"]
 
 
+@pytest.mark.medium
 def test_bfloat16_comes_back_bit_equal(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     """The checkpoint holds float32, which holds every bfloat16."""
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder())
@@ -259,6 +261,7 @@ class LiveBytes(TorchFunctionMode):
         return result
 
 
+@pytest.mark.medium
 def test_a_conversion_never_holds_the_model(tmp_path: Path) -> None:
     """Both ways at most a fifth of the weights lives at any time, though each passes through."""
     make_family("llama", tmp_path / "in", is_tied=True, num_hidden_layers=12)

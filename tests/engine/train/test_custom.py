@@ -269,6 +269,7 @@ def test_an_own_advantage_of_turns_or_tokens_reaches_them(
     assert column["by_token"] == [[0.0, 0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, 2.0, 2.0]]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [

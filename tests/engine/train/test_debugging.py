@@ -23,6 +23,7 @@ def advantage(group):
 """
 
 
+@pytest.mark.medium
 def test_an_update_that_is_not_finite_names_its_episodes_and_stops(
     setup: MakeRun, tmp_path: Path
 ) -> None:
@@ -60,6 +61,7 @@ def test_an_update_that_is_not_finite_names_its_episodes_and_stops(
     assert json.loads(rest[1])["suspect"]["num_not_finite"] == 0
 
 
+@pytest.mark.medium
 def test_a_spike_is_refused_before_it_is_made(setup: MakeRun) -> None:
     """After twenty updates of its kind one of ten thousand times the pull stops the run."""
     made = setup(
@@ -91,6 +93,7 @@ def test_what_is_not_finite_comes_before_what_pulls(make_samples: MakeSamples) -
     assert found[1].max_log_ratio == pytest.approx(9.0, abs=1e-4)
 
 
+@pytest.mark.medium
 def test_a_profiled_step_leaves_a_trace_and_a_table(setup: MakeRun) -> None:
     """Of that step alone; the trace is JSON with the matrix products in it."""
     made = setup(trainer=FAST | {"num_steps": 2, "profile_steps": [2]})
@@ -108,6 +111,7 @@ def test_a_profiled_step_leaves_a_trace_and_a_table(setup: MakeRun) -> None:
     assert "aten::mm" in (folder / "step_2_rank_0.txt").read_text()
 
 
+@pytest.mark.medium
 def test_a_takes_last_update_is_reported_too(setup: MakeRun) -> None:
     """Its ratios have left 1, which those of the first have not."""
     made = setup(trainer=FAST | {"num_steps": 1, "num_updates_per_take": 2, "learning_rate": 0.05})

@@ -98,6 +98,7 @@ assert torch.allclose(logits, rows @ weight.t(), atol=1e-6)
 """
 
 
+@pytest.mark.medium
 def test_experts_are_routed_on_a_gpu_without_transformer_engine() -> None:
     """megatron-core 0.16.1 uses a name of Transformer Engine in every router, defined or not."""
     answer = subprocess.run(

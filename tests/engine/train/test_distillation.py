@@ -224,6 +224,7 @@ def model_of(folder: Path) -> PolicyModel:
     return load_reference(read_config(folder, {}), folder, pinned_hash="", device=CPU).model
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -347,6 +348,7 @@ MakeRun = Callable[..., Setup]
 DISTILL = {"recipe": "distill"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["reverse", "forward"])
 def test_a_loop_is_pulled_to_its_teacher(setup: MakeRun, teacher_folder: Path, kind: str) -> None:
     """Nothing is paid; the distance to the teacher falls."""
@@ -374,6 +376,7 @@ def with_tokens(folder: Path, source: Path, *, first: str = "t0", vocab_size: in
     return folder
 
 
+@pytest.mark.medium
 def test_a_policy_that_sees_more_teaches_itself(
     setup: MakeRun, tiny_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -396,6 +399,7 @@ def test_a_policy_that_sees_more_teaches_itself(
     assert abs(gaps[0]) > 1e-3
 
 
+@pytest.mark.medium
 def test_a_context_that_is_too_long_drops_its_group(
     setup: MakeRun, tiny_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -439,6 +443,7 @@ def test_a_teacher_with_other_tokens_is_refused(
     assert config_of(padded).vocab_size == 448
 
 
+@pytest.mark.medium
 def test_an_id_that_the_teacher_lacks_refuses_the_step(
     make_samples: MakeSamples, tmp_path: Path
 ) -> None:

@@ -178,6 +178,7 @@ def reference_values(folder: Path, head: torch.Tensor, row: Sample) -> np.ndarra
     return np.append(0.0, (hidden @ head[0].double()).numpy())
 
 
+@pytest.mark.medium
 def test_a_step_of_the_critic_is_that_of_the_formulas(
     make_critic: Callable[..., Policy],
     make_samples: Callable[..., list[Sample]],
@@ -257,6 +258,7 @@ def test_k1_is_paid_by_each_token(make_samples: Callable[..., list[Sample]]) -> 
     )
 
 
+@pytest.mark.medium
 def test_a_checkpoint_holds_the_critic(
     make_policy: Callable[..., Policy],
     make_critic: Callable[..., Policy],

@@ -123,6 +123,7 @@ def test_settings_choose_the_layers() -> None:
         layers_of(TrainerSettings(layers="transformer_engine"))
 
 
+@pytest.mark.medium
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30))
 def test_a_row_for_kernels_says_where_samples_begin(lengths: list[int]) -> None:
     """Boundaries are int32 and cut the row into its samples; nothing is padding."""

@@ -43,6 +43,7 @@ TWO = BANDIT | {"num_steps": 16, "learning_rate": 8e-3, "checkpoint_every": 0}
 SHORT = BANDIT | {"num_steps": 12, "learning_rate": 1.2e-2, "checkpoint_every": 0}
 
 
+@pytest.mark.medium
 def test_a_bandit_is_learned(setup: MakeRun, tiny_folder: Callable[..., Path]) -> None:
     """The paying arm wins; the trainer's logprobs are the server's at every step."""
     made = setup(trainer=BANDIT)
@@ -59,6 +60,7 @@ def test_a_bandit_is_learned(setup: MakeRun, tiny_folder: Callable[..., Path]) -
     assert probabilities[:200].sum() > 0.9
 
 
+@pytest.mark.medium
 def test_shuffled_rewards_teach_nothing(setup: MakeRun) -> None:
     """With rewards that do not depend on the action the arm's share stays what it was."""
     generator = np.random.default_rng(7)
@@ -67,6 +69,7 @@ def test_shuffled_rewards_teach_nothing(setup: MakeRun) -> None:
     assert 0.25 < made.server.share_of_the_paying_arm() < 0.75
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_learns_the_bandit(name: str, setup: MakeRun) -> None:
     """The paying arm wins, and the first ratio of every step is 1."""
@@ -80,6 +83,7 @@ def test_every_algorithm_learns_the_bandit(name: str, setup: MakeRun) -> None:
         assert row.get("train/proximal_ratio_max", 1.0) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_algorithm_learns_from_shuffled_rewards(name: str, setup: MakeRun) -> None:
     """Rewards that do not depend on the action leave the arm's share where it was."""
@@ -92,6 +96,7 @@ def test_no_algorithm_learns_from_shuffled_rewards(name: str, setup: MakeRun) ->
     assert 0.2 < made.server.share_of_the_paying_arm() < 0.8
 
 
+@pytest.mark.medium
 def test_a_strong_kl_term_keeps_the_policy_where_it_was(setup: MakeRun) -> None:
     """What is learned without it is not learned with it, in the reward or in the loss."""
     for kind, coefficient in (("k1", 5.0), ("k2", 5.0), ("k3", 5.0)):
@@ -146,6 +151,7 @@ TWO_TURNS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", TWO_TURNS)
 def test_length_does_not_drift_where_it_earns_nothing(name: str, setup: MakeRun) -> None:
     """Two turns, lengths of the policy's choice, a reward that does not depend on them: the arm is
@@ -158,6 +164,7 @@ def test_length_does_not_drift_where_it_earns_nothing(name: str, setup: MakeRun)
     assert abs(last - first) < 0.6
 
 
+@pytest.mark.medium
 def test_a_drift_in_length_is_seen(setup: MakeRun) -> None:
     """The same where length is what pays: answers grow by more than what counts as no drift."""
     made = setup(trainer=TWO | TWO_TURNS["dr_grpo"])

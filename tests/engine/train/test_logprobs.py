@@ -40,6 +40,7 @@ def wanted(
     return logprobs.detach(), entropies.detach(), leaf.grad
 
 
+@pytest.mark.medium
 @given(
     num_tokens=st.integers(1, 9),
     size=st.integers(1, 33),
@@ -63,6 +64,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
         assert torch.allclose(got.double(), right, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.medium
 @given(
     num_tokens=st.integers(1, 9),
     size=st.integers(1, 33),
@@ -135,6 +137,7 @@ def test_a_logit_that_is_not_a_number_is_not_hidden() -> None:
     assert logprobs.isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.medium
 def test_no_second_tensor_of_the_logits_size_is_made() -> None:
     """Forward and backward allocate a few blocks, however many tokens there are."""
     logits, ids, temperature, _ = random_case(512, 4096, 3, tempered=True)

@@ -16,6 +16,7 @@ from outloop.engine.train.ranks.rank_worker import RankWorker
 MakeRun = Callable[..., Setup]
 
 
+@pytest.mark.medium
 def test_a_step_keeps_its_order(setup: MakeRun) -> None:
     """Announce, publish, acknowledge, and only then admission credit."""
     made = setup(trainer=FAST | {"num_steps": 2})
@@ -42,6 +43,7 @@ def test_a_step_keeps_its_order(setup: MakeRun) -> None:
     ]
 
 
+@pytest.mark.medium
 def test_a_server_that_joins_is_fed_while_groups_are_awaited(setup: MakeRun) -> None:
     """It gets the version in force, not a new one."""
     made = setup(trainer=FAST | {"num_steps": 2})
@@ -56,6 +58,7 @@ def test_a_server_that_joins_is_fed_while_groups_are_awaited(setup: MakeRun) -> 
     ]
 
 
+@pytest.mark.medium
 def test_checkpoints_acknowledge_every_trained_group_once(setup: MakeRun) -> None:
     """Marks are disjoint, cover all groups with signal, and carry cursor and version."""
     made = setup(trainer=FAST | {"num_steps": 5, "checkpoint_every": 2})
@@ -67,6 +70,7 @@ def test_checkpoints_acknowledge_every_trained_group_once(setup: MakeRun) -> Non
     assert len(groups) == len(set(groups)) == 40 - num_dropped
 
 
+@pytest.mark.medium
 def test_a_restart_resumes_and_never_reuses_a_version(setup: MakeRun) -> None:
     """Steps go on from the checkpoint; the next version is above the highest ever issued."""
     setup(trainer=FAST | {"num_steps": 2}).train()
@@ -80,6 +84,7 @@ def test_a_restart_resumes_and_never_reuses_a_version(setup: MakeRun) -> None:
     assert [row["train/policy_version"] for row in rows] == [1, 2, 8, 9]
 
 
+@pytest.mark.medium
 def test_a_restart_at_the_end_keeps_what_the_last_checkpoint_says(setup: MakeRun) -> None:
     """A trainer killed before it acknowledged its last checkpoint writes none that forgets its
     groups; it still ends the run."""
@@ -92,6 +97,7 @@ def test_a_restart_at_the_end_keeps_what_the_last_checkpoint_says(setup: MakeRun
     assert again.buffer.states == ["running", "finished"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("has_signal", [True, False])
 def test_a_stop_leaves_a_checkpoint_and_no_end(has_signal: bool, setup: MakeRun) -> None:
     """What was trained is acknowledged, steps that trained nothing are not made again; the run is
@@ -106,6 +112,7 @@ def test_a_stop_leaves_a_checkpoint_and_no_end(has_signal: bool, setup: MakeRun)
     assert not (made.run.dir / "hf").exists()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_one_loop_serves_every_staleness(staleness: int, setup: MakeRun) -> None:
     """Tokens at the limit are trained; beyond it whole groups are dropped as stale."""
@@ -114,6 +121,7 @@ def test_one_loop_serves_every_staleness(staleness: int, setup: MakeRun) -> None
     assert all(row["train/staleness_max"] == staleness for row in rows)
 
 
+@pytest.mark.medium
 def test_stale_groups_never_reach_the_model(setup: MakeRun) -> None:
     """Others are taken in their place, and the step trains as many as it should."""
     made = setup(
@@ -129,6 +137,7 @@ def test_stale_groups_never_reach_the_model(setup: MakeRun) -> None:
     assert row["train/staleness_max"] == 0
 
 
+@pytest.mark.medium
 def test_a_step_without_groups_that_can_be_trained_is_refused(setup: MakeRun) -> None:
     """The sentence says what is wrong with them; no weights are published for it."""
     chosen = {"num_steps": 1, "max_microbatch_tokens": 2}
@@ -139,6 +148,7 @@ def test_a_step_without_groups_that_can_be_trained_is_refused(setup: MakeRun) ->
     assert made.server.num_publishes == 1
 
 
+@pytest.mark.medium
 def test_what_waited_for_a_resume_is_as_old_as_its_weights(setup: MakeRun) -> None:
     """A resume publishes the checkpoint's weights under a later number: groups that were played by
     the earlier one are no staler for it, and are trained."""
@@ -156,6 +166,7 @@ def test_what_waited_for_a_resume_is_as_old_as_its_weights(setup: MakeRun) -> No
     assert row["train/staleness_max"] == 0
 
 
+@pytest.mark.medium
 def test_a_reward_below_that_of_failing_is_warned_about_once(setup: MakeRun) -> None:
     """With a verifier of -1 and 1 an agent that crashes must not get 0; again at twice as much."""
     num_scored = 0
@@ -175,6 +186,7 @@ def test_a_reward_below_that_of_failing_is_warned_about_once(setup: MakeRun) -> 
     assert "Set env.failure_reward" in said[0]
 
 
+@pytest.mark.medium
 def test_trained_episodes_that_are_shorter_than_played_ones_are_a_warning(setup: MakeRun) -> None:
     """Which is how slow episodes go missing without an error; and the row holds the ledger."""
     made = setup(trainer=FAST | {"num_steps": 1})
@@ -201,6 +213,7 @@ def test_trained_episodes_that_are_shorter_than_played_ones_are_a_warning(setup:
     assert row["buffer/length/ended_tokens"] == 100.0
 
 
+@pytest.mark.medium
 def test_equal_rewards_for_several_steps_are_a_warning(setup: MakeRun) -> None:
     """The sentence says that nothing is learned and what to do."""
     made = setup(
@@ -215,6 +228,7 @@ def test_equal_rewards_for_several_steps_are_a_warning(setup: MakeRun) -> None:
     assert [value for kind, value in made.events if kind == "drop"] == ["no_signal"] * 16
 
 
+@pytest.mark.medium
 def test_a_take_may_serve_several_updates(setup: MakeRun) -> None:
     """Two updates from one take: one publish, and every group is trained."""
     made = setup(trainer=FAST | {"num_steps": 2, "num_updates_per_take": 2})
@@ -223,6 +237,7 @@ def test_a_take_may_serve_several_updates(setup: MakeRun) -> None:
     assert [row["train/policy_version"] for row in rows] == [1, 2]
 
 
+@pytest.mark.medium
 def test_tokens_are_counted_over_all_updates_of_a_take(setup: MakeRun) -> None:
     """Every sample has two prompt ids and one sampled id, whichever update trains it."""
     chosen = {"num_steps": 1, "num_updates_per_take": 4}
@@ -233,6 +248,7 @@ def test_tokens_are_counted_over_all_updates_of_a_take(setup: MakeRun) -> None:
     assert row["train/tokens_per_s"] == pytest.approx(3 * 64 / row["train/step_s"])
 
 
+@pytest.mark.medium
 def test_a_refill_asks_and_drops_only_what_is_new(setup: MakeRun, tmp_path: Path) -> None:
     """However often a step is refilled, the filter sees each group once, each is dropped once, and
     the reference scores the batch once."""

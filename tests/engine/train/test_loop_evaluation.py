@@ -19,6 +19,7 @@ from outloop.buffer.settings import build_settings
 MakeRun = Callable[..., Setup]
 
 
+@pytest.mark.medium
 def test_evaluations_follow_their_schedule(setup: MakeRun) -> None:
     """Ends and every second version; greedy at the ends; each done before the next publish."""
     made = setup(
@@ -44,6 +45,7 @@ def test_evaluations_follow_their_schedule(setup: MakeRun) -> None:
     assert answers[5]["eval/sampled_se"] == pytest.approx((0.75 * 0.25 / 31) ** 0.5)
 
 
+@pytest.mark.medium
 def test_suites_follow_schedules_of_their_own(setup: MakeRun) -> None:
     """Each with its samples, its temperature and its row; none is more than its list of tasks, and
     what every sample got is in the run's folder."""
@@ -96,6 +98,7 @@ def test_a_suite_that_cannot_be_played_is_refused(plan: dict[str, Any], words: s
         build_settings({"model": {"path": "."}, "eval": plan}, source="test")
 
 
+@pytest.mark.medium
 def test_an_evaluation_that_never_ends_names_who_is_awaited(setup: MakeRun) -> None:
     """The deadline passes with the number of episodes done."""
     made = setup(trainer=FAST | {"num_steps": 1}, eval={"every": 1, "timeout_s": 0.2})
@@ -104,6 +107,7 @@ def test_an_evaluation_that_never_ends_names_who_is_awaited(setup: MakeRun) -> N
         made.train()
 
 
+@pytest.mark.medium
 def test_an_evaluation_whose_attempts_are_alive_is_awaited(setup: MakeRun) -> None:
     """However long it takes: eval.timeout_s counts only while nothing is in flight."""
     made = setup(trainer=FAST | {"num_steps": 1}, eval={"every": 1, "timeout_s": 0.2})
@@ -123,6 +127,7 @@ def test_an_evaluation_whose_attempts_are_alive_is_awaited(setup: MakeRun) -> No
     assert step["train/step_s"] >= step["train/evaluation_wait_s"] + step["train/wait_s"]
 
 
+@pytest.mark.medium
 def test_an_evaluation_may_go_on_beside_training(setup: MakeRun) -> None:
     """blocks_publish = false: no publish waits; the row says by which versions its tokens were
     sampled, and the run ends with all of them recorded."""
@@ -166,6 +171,7 @@ CHOOSES = {"every": 1, "num_episodes": 16, "final_num_episodes": 32, "chooses_ch
 SPLIT = {"split": {"train": 8, "validation": 1, "test": 1}}
 
 
+@pytest.mark.medium
 def test_validation_chooses_and_test_is_reported_once(setup: MakeRun) -> None:
     """The best step's weights are published, tested and written; going on again tests no more."""
     made = setup(trainer=FAST | {"num_steps": 4, "keep_checkpoints": 1}, eval=CHOOSES, env=SPLIT)

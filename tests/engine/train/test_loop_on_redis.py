@@ -215,6 +215,7 @@ def train(
         yield run_it
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_the_loop_trains_on_redis_at_every_staleness(staleness: int, train: Any) -> None:
     """Versions advance, tokens keep their bound, logprobs agree, every group is accounted for."""
@@ -232,6 +233,7 @@ def test_the_loop_trains_on_redis_at_every_staleness(staleness: int, train: Any)
     assert stats["buffer/acknowledged_groups"] + stats["buffer/dropped_groups"] == taken == 24
 
 
+@pytest.mark.medium
 def test_partial_rollouts_train_at_level_0(train: Any) -> None:
     """Groups that a step does not need go on into the next, where their tokens are one publish old;
     none is left over at the end, none is played for nothing, and a restart changes none of it."""
@@ -248,6 +250,7 @@ def test_partial_rollouts_train_at_level_0(train: Any) -> None:
     assert stats["buffer/discarded_time_share"] == 0
 
 
+@pytest.mark.medium
 def test_a_restart_goes_on_from_the_checkpoint(train: Any) -> None:
     """Two steps, then two more: steps in order, versions never twice."""
     train(num_steps=2, staleness=1)
@@ -258,6 +261,7 @@ def test_a_restart_goes_on_from_the_checkpoint(train: Any) -> None:
     assert versions == sorted(set(versions))
 
 
+@pytest.mark.medium
 def test_a_server_that_takes_three_leases_time_to_come_back_costs_no_group(train: Any) -> None:
     """The publish waits, the leases are renewed meanwhile, and the step is trained once."""
     lease_s = 1.5
@@ -269,6 +273,7 @@ def test_a_server_that_takes_three_leases_time_to_come_back_costs_no_group(train
     assert stats["buffer/acknowledged_groups"] + stats["buffer/dropped_groups"] == taken == 12
 
 
+@pytest.mark.medium
 def test_a_trainer_that_hangs_loses_its_leases(train: Any) -> None:
     """Without progress for hang_timeout_s others get its groups, and it trains none of them."""
     with pytest.raises(FenceExpired):
@@ -282,6 +287,7 @@ def test_a_trainer_that_hangs_loses_its_leases(train: Any) -> None:
         )
 
 
+@pytest.mark.medium
 def test_groups_of_one_are_trained_under_a_baseline_of_the_take(train: Any) -> None:
     """REINFORCE++ compares a take's episodes with each other; no group is dropped for its size."""
     chosen = {"advantage": "reinforce_pp", "groups_per_step": 12}
@@ -294,6 +300,7 @@ def test_groups_of_one_are_trained_under_a_baseline_of_the_take(train: Any) -> N
     assert stats["buffer/acknowledged_groups"] == 36
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_other_groups_are_taken_for_those_a_filter_drops(
     staleness: int, train: Any, tmp_path: Path
@@ -315,6 +322,7 @@ def test_other_groups_are_taken_for_those_a_filter_drops(
     assert stats["buffer/acknowledged_groups"] + stats["buffer/dropped_groups"] >= taken
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_groups_that_cannot_be_trained_are_dead_letters(
     staleness: int, train: Any, tmp_path: Path

@@ -17,6 +17,7 @@ MakeRun = Callable[..., Setup]
 RECOMPUTE = {"proximal": "recompute"}
 
 
+@pytest.mark.medium
 def test_the_second_update_of_a_take_is_corrected_for_the_first(
     setup: MakeRun,
 ) -> None:
@@ -37,6 +38,7 @@ def test_the_second_update_of_a_take_is_corrected_for_the_first(
         assert row["train/correction_masked_share"] == 0.0
 
 
+@pytest.mark.medium
 def test_the_reference_is_pinned_across_a_resume(
     setup: MakeRun, tmp_path: Path, tiny_folder: Callable[..., Path]
 ) -> None:
@@ -61,6 +63,7 @@ def test_the_reference_is_pinned_across_a_resume(
         again.train()
 
 
+@pytest.mark.medium
 def test_the_reference_may_be_another_model(
     setup: MakeRun, tiny_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -74,6 +77,7 @@ def test_the_reference_may_be_another_model(
     assert state["reference_hash"] == content_hash(tmp_path / "other")
 
 
+@pytest.mark.medium
 def test_the_weight_of_the_kl_follows_its_target(
     setup: MakeRun, tiny_folder: Callable[..., Path]
 ) -> None:
@@ -93,6 +97,7 @@ def test_the_weight_of_the_kl_follows_its_target(
     assert max(after / before for before, after in pairwise(weights)) == pytest.approx(1.02)
 
 
+@pytest.mark.medium
 def test_an_own_loss_takes_the_place_of_the_built_in_one(
     setup: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

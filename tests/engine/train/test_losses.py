@@ -60,6 +60,7 @@ def test_on_policy_the_gradient_is_reinforce() -> None:
     assert torch.allclose(policy.grad, -advantages)
 
 
+@pytest.mark.medium
 @given(
     policy=st.floats(-8, 0, width=32),
     proximal=st.floats(-8, 0, width=32),
@@ -161,6 +162,7 @@ def gradient_of(
     return float(loss.detach()), float(policy.grad)
 
 
+@pytest.mark.medium
 @given(
     name=st.sampled_from(sorted(LOSSES)),
     log_ratio=st.floats(-300, 300, width=32),

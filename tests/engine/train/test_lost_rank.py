@@ -13,6 +13,7 @@ from outloop.buffer.settings import Settings
 PROGRAM = Path(__file__).with_name("lost_rank.py")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_rank_that_is_killed_is_not_waited_for(
     tiny_folder: Callable[..., Path], tmp_path: Path

@@ -57,6 +57,7 @@ def test_a_rank_that_fails_says_why(channels: Callable[..., list[OrderChannel]])
         first.ask(b"a", lambda own: own)
 
 
+@pytest.mark.medium
 def test_a_rank_that_does_not_answer_costs_the_deadline(
     channels: Callable[..., list[OrderChannel]],
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_rank_that_does_not_answer_costs_the_deadline(
         first.ask(b"a", lambda own: own)
 
 
+@pytest.mark.medium
 def test_a_rank_that_the_training_lost_is_not_waited_for(
     channels: Callable[..., list[OrderChannel]],
 ) -> None:

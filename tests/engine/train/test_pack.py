@@ -36,6 +36,7 @@ def test_a_row_puts_every_token_back_in_place(lengths: list[int]) -> None:
     assert sum(index.numel() for index in row.classes) <= 1 + sum(lengths) / 0.98
 
 
+@pytest.mark.medium
 @given(
     lengths=st.lists(st.integers(1, 100), max_size=60),
     budget=st.integers(100, 400),

@@ -48,6 +48,7 @@ def test_impossible_sizes_name_those_that_work(
         read_sizes(raw, num_ranks=num_ranks)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kind", "raw", "sentence"),
     [

@@ -155,6 +155,7 @@ def assert_weights_agree(alone: str, name: str, work: Path) -> None:
         assert (values - weights[1][tensor]).abs().max() <= MAX_WEIGHT_GAP, f"{name}: {tensor}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_representative_layouts_agree_with_one_process(work: Path, job: Job) -> None:
     """TP with SP, PP, DP with the distributed optimizer and overlap, EP with expert TP."""
@@ -222,6 +223,7 @@ def assert_resumed(before: str, after: str, work: Path) -> None:
     assert_weights_agree(alone, name, work)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_checkpoint_loads_in_another_layout(work: Path, job: Job) -> None:
     """Tensor-parallel ranks write, data-parallel ranks with the distributed optimizer go on; and
@@ -243,6 +245,7 @@ OF_FOUR_RANKS = (
 """Parts of split, of tied and of expert weights, on two data-parallel ranks each."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_parts_of_four_ranks_load_in_another_layout(work: Path, job: Job) -> None:
     """Each rank writes its own; the next layout goes on as one process does."""
@@ -345,6 +348,7 @@ WITH_A_CRITIC = {
 """Sequence-parallel columns, stages of which only the last has a head, a distributed optimizer."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("kind", ["model", "head"])
 def test_a_critic_is_the_same_in_every_layout(kind: str, work: Path, job: Job) -> None:
@@ -383,6 +387,7 @@ def test_a_critic_is_the_same_in_every_layout(kind: str, work: Path, job: Job) -
                 assert after[metric] == pytest.approx(before[metric], rel=2e-3, abs=2e-4), metric
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_muon_is_the_same_where_matrices_are_whole(work: Path, job: Job) -> None:
     """Pipeline stages and data-parallel ranks follow one process for three updates, and what stages

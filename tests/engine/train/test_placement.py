@@ -122,6 +122,7 @@ def test_without_colocation_nothing_leaves(make_policy: MakePolicy) -> None:
     assert all(parameter.untyped_storage().nbytes() for parameter in policy.model.parameters())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kl", ["none", "k3"])
 def test_a_colocated_loop_gives_the_weights_of_another(
     kl: str, setup: Callable[..., Setup]

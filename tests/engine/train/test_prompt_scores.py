@@ -14,6 +14,7 @@ from outloop.engine.publish.verification.logprob_probe import probe_prompts
 from outloop.engine.train.ranks.controller import RankController
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_prompts_are_scored_by_the_weights_that_are_published(
     kind: str,

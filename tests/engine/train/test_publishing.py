@@ -109,6 +109,7 @@ def are_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
+@pytest.mark.medium
 def test_a_version_keeps_its_weights_while_the_model_is_trained_on(beside: Parts) -> None:
     """For the servers that are there, for one that joins after the next update, and for the probe;
     the next version waits for this one, and what follows a publish follows it alone."""
@@ -197,6 +198,7 @@ def test_what_follows_a_publish_may_fail_too(beside: Parts) -> None:
         publishing.finish()
 
 
+@pytest.mark.medium
 def test_the_next_step_begins_while_servers_load(setup: Callable[..., Setup]) -> None:
     """The server takes version 2 only when the trainer asks for the groups of step 3, which within
     the loop it never would; and every step has its row, in order."""
@@ -225,6 +227,7 @@ def test_the_next_step_begins_while_servers_load(setup: Callable[..., Setup]) ->
     assert max(row["train/staleness_max"] for row in rows) <= 2
 
 
+@pytest.mark.medium
 def test_a_failed_publish_beside_training_ends_the_run(setup: Callable[..., Setup]) -> None:
     """While groups are awaited, which are not played any more."""
     made = setup(

@@ -348,6 +348,7 @@ def signal_of(rewards: list[list[float]], trainer: Any) -> list[bool]:
     return [has_signal(group) for group in rewards]
 
 
+@pytest.mark.medium
 @examples(
     max_examples=60,
     deadline=None,

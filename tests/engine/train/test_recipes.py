@@ -408,6 +408,7 @@ def loss_of_the_recipe(name: str, groups: list[Group], policy: Policy) -> float:
     return report.loss
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_recipe_is_its_papers_objective(

@@ -59,6 +59,7 @@ def train(made: Setup, path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.medium
 def test_a_recording_gives_the_weights_of_the_run(
     recorded: tuple[Setup, Path], setup: MakeRun
 ) -> None:
@@ -74,6 +75,7 @@ def test_a_recording_gives_the_weights_of_the_run(
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.medium
 def test_the_end_of_the_file_ends_the_run_with_a_checkpoint(
     recorded: tuple[Setup, Path], setup: MakeRun
 ) -> None:
@@ -88,6 +90,7 @@ def test_the_end_of_the_file_ends_the_run_with_a_checkpoint(
     assert train(resumed, path) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("min_reward", [None, 1.0])
 def test_recorded_episodes_are_imitated(
     recorded: tuple[Setup, Path],
@@ -126,6 +129,7 @@ def test_bad_lines_and_files_without_episodes_are_refused(
         read_groups(path)
 
 
+@pytest.mark.slow
 def test_the_command_trains_in_a_process_of_its_own(
     recorded: tuple[Setup, Path], tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def written_out(kind: str, scores: torch.Tensor, targets: list[float], sets: lis
     return torch.stack(of_sets).mean() if of_sets else scores.sum() * 0
 
 
+@pytest.mark.medium
 @settings(max_examples=60)
 @given(st.data(), st.sampled_from(["bradley_terry", "regression"]))
 def test_losses_and_gradients_are_those_of_their_formulas(data: Any, kind: str) -> None:
@@ -213,6 +214,7 @@ def answers(
     return make
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("kind", "as_pairs"), [("bradley_terry", True), ("regression", False)])
 def test_a_reward_model_orders_what_it_never_saw(
     kind: str,
@@ -235,6 +237,7 @@ def test_a_reward_model_orders_what_it_never_saw(
     assert again[0]["reward_model/held_out_loss"] == pytest.approx(before, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.medium
 def test_a_head_of_another_model_is_refused(
     train: Callable[..., Any], answers: Callable[..., Any]
 ) -> None:
@@ -246,6 +249,7 @@ def test_a_head_of_another_model_is_refused(
         load_reward_model(made.model, run.dir / "hf")
 
 
+@pytest.mark.medium
 def test_rows_that_say_nothing_are_refused(
     train: Callable[..., Any],
     answers: Callable[..., Any],

@@ -89,6 +89,7 @@ def question(text: str, answer: str) -> dict[str, Any]:
     return {"task": {"question": text}, "answer": answer}
 
 
+@pytest.mark.medium
 async def test_scores_are_the_models_whoever_else_asks(folders: tuple[Path, Path]) -> None:
     """One by one and many at once; as a task with its answer, and as a conversation."""
     scorer = RewardScorer(folders[0], settings_of(folders[0]))
@@ -177,6 +178,7 @@ async def test_other_machines_need_a_key(folders: tuple[Path, Path]) -> None:
         )
 
 
+@pytest.mark.medium
 async def test_a_verifier_gets_its_scores(folders: tuple[Path, Path]) -> None:
     """`RewardModel` of outloop.envs.verifiers, over a socket, before and after a refresh."""
     first, second = folders

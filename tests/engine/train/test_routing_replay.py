@@ -70,6 +70,7 @@ def episodes(draw: st.DrawFn) -> tuple[list[Turn], dict[tuple[str, int], int]]:
     return turns, marks
 
 
+@pytest.mark.medium
 @given(episodes())
 def test_each_token_has_the_experts_before_the_next(
     sampled: tuple[list[Turn], dict[tuple[str, int], int]],
@@ -176,6 +177,7 @@ def _unsure(folder: Path, made: Path) -> None:
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
 def test_the_gap_of_another_router_vanishes(
     kind: str,
@@ -208,6 +210,7 @@ def test_the_gap_of_another_router_vanishes(
     assert _gaps(model, again.select([2, 0])).max() <= MAX_GAP
 
 
+@pytest.mark.medium
 def test_only_the_replayed_experts_are_trained(
     make_model: Callable[..., Path], start_torch_server: Callable[..., Any]
 ) -> None:

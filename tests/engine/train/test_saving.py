@@ -34,6 +34,7 @@ def update(policy: Policy, samples: list[Sample]) -> float:
     return rl_update(policy, batch, settings, policy_version=0, on_microbatch=lambda: None).loss
 
 
+@pytest.mark.medium
 def test_what_is_trained_meanwhile_is_not_in_the_checkpoint(
     make_policy: Callable[..., Policy],
     make_samples: Callable[..., list[Sample]],
@@ -81,6 +82,7 @@ class FailingShards(Shards):
         return super().write()
 
 
+@pytest.mark.medium
 def test_steps_go_on_while_a_checkpoint_is_written(setup: MakeRun) -> None:
     """The step after it is trained; nothing is acknowledged before the write has ended."""
     gate = threading.Event()
@@ -99,6 +101,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(setup: MakeRun) -> None:
     assert [mark.policy_version for mark in made.buffer.marks] == [2, 4, 5]
 
 
+@pytest.mark.medium
 def test_a_save_waits_for_the_one_before(setup: MakeRun) -> None:
     """The second save begins only when the first has ended; the trainer says what it waits for."""
     gate = threading.Event()
@@ -118,6 +121,7 @@ def test_a_save_waits_for_the_one_before(setup: MakeRun) -> None:
     assert [mark.policy_version for mark in made.buffer.marks] == [2, 4, 5]
 
 
+@pytest.mark.medium
 def test_saving_while_training_can_be_switched_off(setup: MakeRun) -> None:
     """No thread is started, and the next take finds it acknowledged."""
     made = setup(trainer=EVERY_OTHER | {"trains_while_saving": False})
@@ -132,6 +136,7 @@ def test_saving_while_training_can_be_switched_off(setup: MakeRun) -> None:
     assert seen == [0, 0, 1, 1, 2]
 
 
+@pytest.mark.medium
 def test_a_failed_write_is_logged_and_its_groups_are_in_the_next(setup: MakeRun) -> None:
     """Nothing is acknowledged by it; the next checkpoint's mark has the groups of both."""
     made = setup(trainer=EVERY_OTHER, make_shards=partial(FailingShards, {1}, count(1)))
@@ -146,6 +151,7 @@ def test_a_failed_write_is_logged_and_its_groups_are_in_the_next(setup: MakeRun)
     assert len(groups) == len(set(groups)) == 40 - num_dropped
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("failing", [{2, 3}, {3}])
 def test_the_run_ends_at_the_second_failure_or_the_last_save(
     failing: set[int], setup: MakeRun
@@ -161,6 +167,7 @@ def test_the_run_ends_at_the_second_failure_or_the_last_save(
     assert found.step == in_use
 
 
+@pytest.mark.medium
 def test_a_write_that_never_ends_ends_the_run(setup: MakeRun) -> None:
     """The sentence says what was written and how long it was waited for."""
     gate = threading.Event()

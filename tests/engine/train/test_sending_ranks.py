@@ -63,6 +63,7 @@ def _sizes_of_stages(sizes: dict[str, int]) -> tuple[int, int]:
     return first, sum(sizes.values()) - first
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 # What happens beside training does not depend on the transport.
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ def test_each_stage_sends_its_own_weights(
     assert all(0 < came <= went / 2 for came, went in zip(received, sent, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_sending_rank_that_is_killed_fails_the_publish(results: dict[str, Any]) -> None:
     """SIGKILL before its broadcast: rank 0 says that a rank is lost, and the server that had the

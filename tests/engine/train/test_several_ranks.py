@@ -51,12 +51,14 @@ def results(
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_colocated_trainer_of_several_ranks_is_bit_equal(results: dict[str, Any]) -> None:
     """Every rank's tensors leave after each update; the weights are those without journeys."""
     assert results["is_bit_equal"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_rank_stages_whole_buckets_for_the_servers_beside_it(
     results: dict[str, Any],
@@ -66,6 +68,7 @@ def test_every_rank_stages_whole_buckets_for_the_servers_beside_it(
     assert results["is_staged"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_update_that_several_ranks_refuse_names_its_episode(results: dict[str, Any]) -> None:
     """All ranks refuse alike: weights are unchanged, logprobs are computed."""
@@ -75,6 +78,7 @@ def test_an_update_that_several_ranks_refuse_names_its_episode(results: dict[str
     assert results["steps"]["is_unchanged"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_that_cannot_write_fails_the_checkpoint(results: dict[str, Any]) -> None:
     """Rank 0 raises its sentence, nothing appears under the name, and the next one is whole."""
@@ -88,6 +92,7 @@ def test_one_rank_that_cannot_write_fails_the_checkpoint(results: dict[str, Any]
     assert names == {"step_6"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_is_stopped_in_a_collective_is_named(results: dict[str, Any]) -> None:
     """SIGSTOP in an update: rank and phase within the deadline, and no other rank is left."""
@@ -100,6 +105,7 @@ def test_a_rank_that_is_stopped_in_a_collective_is_named(results: dict[str, Any]
     assert "rank 1 (no sign of life, in phase='train step')" in results["error_of_rank_2"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_rank_reports_a_hang_and_names_the_others(results: dict[str, Any]) -> None:
     """Ranks 0 and 2 stand in the collective that rank 1 does not join; both say who is silent."""

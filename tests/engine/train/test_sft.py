@@ -59,6 +59,7 @@ def train(tmp_path: Path, tiny_folder: Callable[..., Path], make_ranks: Any) -> 
     return run_it
 
 
+@pytest.mark.medium
 def test_sft_reduces_the_loss_and_exports(
     conversations: list[Trajectory], train: Any, tmp_path: Path
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_loss_that_hardly_moves_is_a_warning(
         assert "Raise trainer.learning_rate=1e-06" in said[0]
 
 
+@pytest.mark.medium
 def test_conversations_that_never_end_are_a_deadline(
     conversations: list[Trajectory], train: Any
 ) -> None:

@@ -90,6 +90,7 @@ def play(url: str, cut: dict[str, Any], name: str, parent: Turn | None = None) -
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: next(iter(cut)))
 def test_the_trainer_computes_what_the_server_sampled_from(
     cut: dict[str, Any],

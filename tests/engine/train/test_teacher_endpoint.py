@@ -69,6 +69,7 @@ def columns_of(endpoint: TeacherEndpoint, samples: list[Sample], **contexts: Any
     return endpoint.columns(TrainBatch.of(samples), contexts, on_wait=lambda sentence: None)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_a_server_scores_as_the_ranks_do(
     top_k: int,
@@ -106,6 +107,7 @@ def test_a_server_scores_as_the_ranks_do(
         assert column[mask] == pytest.approx(wanted[name][mask], abs=1e-4)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("behaviour", "sentence"),
     [
@@ -133,6 +135,7 @@ def test_a_server_that_cannot_be_a_teacher_is_refused_before_the_start(
     assert good.num_requests == 1
 
 
+@pytest.mark.medium
 def test_a_server_of_another_tokenizer_is_refused(
     serve: Callable[..., ScoringServer], ask: Callable[..., TeacherEndpoint], tmp_path: Path
 ) -> None:
@@ -153,6 +156,7 @@ def test_nobody_listens(ask: Callable[..., TeacherEndpoint]) -> None:
         endpoint.check(settings_of("http://127.0.0.1:9"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("behaviour", "sentence"),
     [
@@ -198,6 +202,7 @@ def test_a_step_without_scores_is_refused_whole(
     assert all(np.isfinite(row["train/teacher_kl"]) for row in rows)
 
 
+@pytest.mark.medium
 def test_a_server_that_comes_back_within_the_deadline_is_waited_for(
     serve: Callable[..., ScoringServer],
     ask: Callable[..., TeacherEndpoint],
@@ -222,6 +227,7 @@ def test_a_server_that_comes_back_within_the_deadline_is_waited_for(
     assert found["teacher_logprobs"][mask] == pytest.approx(-np.log(VOCAB))
 
 
+@pytest.mark.medium
 def test_tokens_of_another_temperature_are_refused(
     serve: Callable[..., ScoringServer],
     ask: Callable[..., TeacherEndpoint],

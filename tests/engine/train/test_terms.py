@@ -172,6 +172,7 @@ def wanted_gradient(
 GSPO = {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.02}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -260,6 +261,7 @@ def test_two_steps_of_a_mixture_follow_float64(
         assert (found - weights).abs().max() <= 1e-5
 
 
+@pytest.mark.medium
 def test_before_the_first_update_the_proximal_ratio_is_one(
     make_policy: MakePolicy, make_samples: MakeSamples
 ) -> None:
@@ -302,6 +304,7 @@ def test_a_masked_token_stays_in_the_denominator(
     assert (gradient(both) - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
+@pytest.mark.medium
 def test_a_sample_without_trained_tokens_changes_nothing(
     make_policy: MakePolicy, make_samples: MakeSamples
 ) -> None:
@@ -317,6 +320,7 @@ def test_a_sample_without_trained_tokens_changes_nothing(
         assert difference <= 1e-5 * gradient(without).abs().max()
 
 
+@pytest.mark.medium
 def test_the_reference_is_the_model_folder_and_stays_as_it_is(
     make_policy: MakePolicy,
     make_samples: MakeSamples,

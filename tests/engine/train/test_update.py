@@ -57,6 +57,7 @@ DENOMINATORS = {
 ONE_DENOMINATOR = {"denominator": "constant", "denominator_constant": 7.0}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kind", DENOMINATORS)
 def test_splitting_and_permuting_leave_the_gradient_unchanged(
     kind: str, make_policy: MakePolicy, make_samples: MakeSamples
@@ -79,6 +80,7 @@ def test_splitting_and_permuting_leave_the_gradient_unchanged(
     assert (whole - permuted).abs().max() <= 1e-5 * scale
 
 
+@pytest.mark.medium
 @given(num_ranks=st.integers(1, 5), budget=st.sampled_from([40, 64, 200]), seed=st.integers(0, 99))
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -135,6 +137,7 @@ def whole_gradient(
     return gradients["whole"]
 
 
+@pytest.mark.medium
 def test_the_gradient_is_the_sum_over_the_denominator(
     make_policy: MakePolicy, make_samples: MakeSamples
 ) -> None:
@@ -282,6 +285,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
+@pytest.mark.medium
 def test_sft_lowers_the_loss(make_policy: MakePolicy, make_samples: MakeSamples) -> None:
     """Repeated cross-entropy updates on the same rows fit them."""
     policy = make_policy(learning_rate=1e-2, num_updates=30)

@@ -67,6 +67,7 @@ def test_a_device_that_is_not_known_has_no_peak() -> None:
     assert peak_operations("NVIDIA A100-SXM4-80GB", torch.float32) == 156e12
 
 
+@pytest.mark.medium
 def test_a_step_says_how_fast_it_was_and_what_it_took(setup: Callable[..., Any]) -> None:
     """On the CPU without MFU, since no peak is known."""
     rows = setup(trainer=FAST | {"num_steps": 2}).train()

@@ -144,6 +144,7 @@ def test_the_entropy_bonus_rises_below_its_target() -> None:
     assert adapted_entropy_coefficient(2.0, 9.0, target=0.5) == pytest.approx(1.96)
 
 
+@pytest.mark.medium
 def test_the_weight_of_the_entropy_bonus_follows_its_target(setup: MakeRun) -> None:
     """Each step's weight follows from the entropy measured in the one before; a resumed run goes on
     where it was."""
@@ -167,6 +168,7 @@ def first(model: torch.nn.Module) -> torch.Tensor:
     return next(model.parameters()).detach().double().clone()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", [{"reference_decay": 0.75}, {"reference_refresh_every": 2}])
 def test_the_reference_follows_the_policy(setup: MakeRun, how: dict[str, Any]) -> None:
     """An average of what every step left, or the policy of some steps ago; a checkpoint holds it,

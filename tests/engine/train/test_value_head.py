@@ -27,6 +27,7 @@ def weights(policy: Policy) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in policy.model.parameters()]
 
 
+@pytest.mark.medium
 def test_a_head_trained_alone_leaves_the_policy(setup: MakeRun) -> None:
     """For steps_alone steps, whatever value_coefficient says; then both learn."""
     made = setup(trainer=with_a_head(critic={"steps_alone": 2, "value_coefficient": 1.0}))
@@ -46,6 +47,7 @@ def test_a_head_trained_alone_leaves_the_policy(setup: MakeRun) -> None:
     assert rows[2]["train/value_mean"] != 0.0
 
 
+@pytest.mark.medium
 def test_the_value_loss_reaches_the_policy_by_its_coefficient_alone(setup: MakeRun) -> None:
     """With 0 the second update's gradient is what it is for a head that learns nothing."""
     norms = {}
@@ -62,6 +64,7 @@ def test_the_value_loss_reaches_the_policy_by_its_coefficient_alone(setup: MakeR
     assert norms["attached"][1] > 1.5 * norms["detached"][1]
 
 
+@pytest.mark.medium
 def test_a_run_goes_on_with_its_head(setup: MakeRun) -> None:
     """Weights, moments and schedule are in the checkpoint, and nothing of it in what is
     published."""
@@ -82,6 +85,7 @@ def test_a_run_goes_on_with_its_head(setup: MakeRun) -> None:
     assert not any("critic" in name or "value" in name for name in names)
 
 
+@pytest.mark.medium
 def test_a_refused_update_leaves_the_head(setup: MakeRun) -> None:
     """A reward too large for a gradient: neither the head nor the policy is touched."""
     made = setup(trainer=with_a_head(critic={"normalizes_advantages": False}))

@@ -100,6 +100,7 @@ class PatientStore:
         return self._store.get(key)
 
 
+@pytest.mark.medium
 def test_a_hang_names_rank_phase_peers_and_stacks(
     make_watchdog: MakeWatchdog, tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_hang_names_rank_phase_peers_and_stacks(
     assert "wait_for_what_never_comes" in report
 
 
+@pytest.mark.medium
 def test_a_hang_is_reported_once(make_watchdog: MakeWatchdog) -> None:
     """Not twice for the same hang, and again after further progress."""
     hang = Hang()
@@ -141,6 +143,7 @@ def test_a_hang_is_reported_once(make_watchdog: MakeWatchdog) -> None:
     assert "phase='update'" in hang.sentences[1]
 
 
+@pytest.mark.medium
 def test_waiting_for_rank_0_is_no_hang(make_watchdog: MakeWatchdog) -> None:
     """A follower waits as long as rank 0 does; the collective has its own deadline."""
     hang = Hang()
@@ -165,6 +168,7 @@ def end_of(program: str, folder: Path) -> tuple[int, str]:
     return answer.returncode, answer.stderr
 
 
+@pytest.mark.medium
 def test_a_process_that_hangs_ends_with_the_sentence(tmp_path: Path) -> None:
     """The trainer's process ends by itself, though its main thread never returns."""
     program = (
@@ -209,6 +213,7 @@ for number in range(pages, pages + 10_000):
 """
 
 
+@pytest.mark.medium
 def test_a_thread_that_gets_no_memory_to_begin_ends_the_rank(tmp_path: Path) -> None:
     """The call that starts it never returns; the exit code has the run started again."""
     code, said = end_of(SHORT_OF_MEMORY + WITHOUT_ROOM, tmp_path)
@@ -218,6 +223,7 @@ def test_a_thread_that_gets_no_memory_to_begin_ends_the_rank(tmp_path: Path) -> 
     assert "no more memory" in last
 
 
+@pytest.mark.medium
 def test_a_thread_that_gets_no_more_memory_ends_the_rank(tmp_path: Path) -> None:
     """Others may wait for what it does."""
     work = "threading.Thread(target=lambda: bytearray(2**40), name='beside').start()\n"
@@ -257,6 +263,7 @@ def test_leases_are_renewed_while_the_training_thread_waits(make_watchdog: MakeW
     watchdog.progress()
 
 
+@pytest.mark.medium
 def test_a_hung_training_thread_loses_its_leases(make_watchdog: MakeWatchdog) -> None:
     """No renewal after hang_timeout_s without progress; progress brings them back."""
     leases = Leases()

@@ -48,6 +48,7 @@ def load(folder: Path) -> model_and_optimizer.PolicyModel:
     return model
 
 
+@pytest.mark.medium
 @FAMILIES
 def test_logits_agree_with_transformers(kind: str, tied: bool, tiny_folder: TinyFolder) -> None:
     """Packed samples of unequal length give the logits that transformers gives each alone."""
@@ -63,6 +64,7 @@ def test_logits_agree_with_transformers(kind: str, tied: bool, tiny_folder: Tiny
     assert (ours - theirs).abs().max() <= 1e-5
 
 
+@pytest.mark.medium
 @FAMILIES
 def test_gradients_agree_with_transformers(
     kind: str, tied: bool, tiny_folder: TinyFolder, make_samples: Callable[..., list[Sample]]
@@ -232,6 +234,7 @@ def test_a_missing_tensor_is_named_with_its_neighbours(
         load(tmp_path)
 
 
+@pytest.mark.medium
 def test_a_tensor_without_a_place_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     """A folder with more tensors than its configuration has places for is refused."""
     folder = tiny_folder()

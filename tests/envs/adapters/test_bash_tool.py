@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from outloop.envs.adapters.bash_tool import answer_call, open_shell
 from outloop.envs.sandbox.api import Limits
 from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
@@ -9,6 +11,7 @@ from outloop.envs.sandbox.bubblewrap import BubblewrapSandbox
 LIMITS = Limits(wall_s=20, memory_bytes=256 * 2**20, max_processes=16)
 
 
+@pytest.mark.medium
 async def test_commands_are_inputs_of_one_shell() -> None:
     """State is kept; one that is too slow is ended, which its answer says with what is left; what
     is no command is answered too."""

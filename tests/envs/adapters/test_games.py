@@ -45,6 +45,7 @@ def says(*words: str) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
     return answer
 
 
+@pytest.mark.medium
 async def test_blackjack_is_played_by_the_names_of_its_actions(
     router: Any, play_with: PlayWith
 ) -> None:
@@ -81,6 +82,7 @@ async def test_a_policy_may_correct_itself(router: Any, play_with: PlayWith) -> 
     assert router.closed("outcome") == ["completed"]
 
 
+@pytest.mark.medium
 async def test_a_game_of_one_rewards_what_it_says(router: Any, play_with: PlayWith) -> None:
     """Bisection finds the number; the conversation holds each hint once."""
     seen: list[list[str]] = []
@@ -103,6 +105,7 @@ async def test_a_game_of_one_rewards_what_it_says(router: Any, play_with: PlayWi
     assert max(seen, key=len)[1].count("The target number is") == 1
 
 
+@pytest.mark.medium
 async def test_both_seats_of_a_duel_are_played(router: Any, play_with: PlayWith) -> None:
     """The seat that completes a row first gets 1, the other -1; the opponent is another model."""
 

@@ -83,6 +83,7 @@ async def reward(router: Any, play_with: PlayWith, *commands: str) -> float:
     return float(close["reward"]["value"])
 
 
+@pytest.mark.medium
 async def test_the_policy_works_in_the_sandbox_and_the_tests_score_it(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
@@ -91,6 +92,7 @@ async def test_the_policy_works_in_the_sandbox_and_the_tests_score_it(
     assert await reward(router, play_with, "rev word.txt > half", "mv half /app/answer.txt") == 1
 
 
+@pytest.mark.medium
 async def test_a_wrong_answer_gets_what_the_tests_say(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
@@ -99,6 +101,7 @@ async def test_a_wrong_answer_gets_what_the_tests_say(
     assert await reward(router, play_with, "cp word.txt answer.txt") == 0.25
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "forgery",
     [
@@ -118,6 +121,7 @@ async def test_rewards_and_tests_of_the_policy_do_not_count(
     assert await reward(router, play_with, forgery) == 0.25
 
 
+@pytest.mark.medium
 async def test_the_policy_does_not_see_the_tests(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
@@ -182,6 +186,7 @@ LEFT_BEHIND = {
 """What a policy may leave with a wrong answer."""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("left", LEFT_BEHIND)
 async def test_what_the_policy_leaves_scores_as_the_wrong_answer_that_it_is(
     router: Any, play_with: PlayWith, folder: Path, left: str
@@ -265,6 +270,7 @@ UNDER_TEST = {
 """What a wrong solution may do when the tests run it."""
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("done", UNDER_TEST)
 async def test_what_a_solution_does_when_it_is_tested_scores_nothing(
     router: Any, play_with: PlayWith, folder: Path, done: str
@@ -280,6 +286,7 @@ async def test_what_a_solution_does_when_it_is_tested_scores_nothing(
     assert close["reward"]["value"] == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("written", ["nan", "inf", "-1", "1e9", "1e308", "true", "1 1", "", "0x1"])
 @pytest.mark.parametrize("name", ["reward.txt", "reward.json"])
 async def test_a_reward_that_is_no_number_from_0_to_1_is_0(
@@ -291,6 +298,7 @@ async def test_a_reward_that_is_no_number_from_0_to_1_is_0(
     assert await reward(router, play_with, f"printf '{written}' > say") == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("written", "value", "components"),
     [
@@ -319,6 +327,7 @@ async def test_keys_of_a_reward_are_components(
     assert close["reward"].get("components", {}) == components
 
 
+@pytest.mark.medium
 async def test_a_right_answer_is_found_right_however_it_is_kept(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
@@ -346,6 +355,7 @@ async def test_a_right_answer_is_found_right_however_it_is_kept(
     assert await reward(router, play_with, *commands) == 1
 
 
+@pytest.mark.medium
 async def test_tests_that_cannot_judge_the_untouched_folder_are_the_environments_failure(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
@@ -356,6 +366,7 @@ async def test_tests_that_cannot_judge_the_untouched_folder_are_the_environments
     assert "wrote no reward to /logs/verifier: no reward" in close["error"]
 
 
+@pytest.mark.medium
 async def test_tests_that_write_a_reward_only_for_a_right_answer_say_0_for_a_wrong_one(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
@@ -409,6 +420,7 @@ def test_tasks_that_would_mean_something_else_here_are_refused(tmp_path: Path, n
         harbor.tasks(tmp_path)
 
 
+@pytest.mark.medium
 async def test_a_dockerfile_says_what_is_where(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:

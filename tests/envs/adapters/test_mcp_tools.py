@@ -43,6 +43,7 @@ def command(tmp_path: Path) -> list[str]:
     return [sys.executable, str(path)]
 
 
+@pytest.mark.medium
 async def test_tools_are_offered_and_called(command: list[str]) -> None:
     """What the policy does wrong is an answer to it, and never an exception."""
     async with McpTools({"shop": command}) as tools:
@@ -61,6 +62,7 @@ async def test_tools_are_offered_and_called(command: list[str]) -> None:
             assert (await tools.call(name, arguments)).startswith("Error: ")
 
 
+@pytest.mark.medium
 async def test_names_of_two_servers_do_not_meet(command: list[str]) -> None:
     """A tool's name begins with its server's."""
     async with McpTools({"one": command, "two": command}) as tools:
@@ -69,6 +71,7 @@ async def test_names_of_two_servers_do_not_meet(command: list[str]) -> None:
         assert await tools.call("two_price", '{"item": "cake"}') == "5"
 
 
+@pytest.mark.medium
 async def test_a_server_that_fails_is_the_environments_failure(
     command: list[str], tmp_path: Path
 ) -> None:
@@ -105,6 +108,7 @@ class Policy:
         )
 
 
+@pytest.mark.medium
 async def test_a_policy_calls_tools_until_it_answers(command: list[str]) -> None:
     """The conversation holds every call and its result."""
     call = {
@@ -121,6 +125,7 @@ async def test_a_policy_calls_tools_until_it_answers(command: list[str]) -> None
     assert messages[2] == {"role": "tool", "tool_call_id": "call_1", "content": "5"}
 
 
+@pytest.mark.medium
 async def test_two_tools_of_one_name_are_refused(command: list[str]) -> None:
     """After names are made fit for a chat completion."""
     with pytest.raises(SettingsError, match="two tools are named 'a_b_price'"):

@@ -191,6 +191,7 @@ async def test_requests_without_a_rollout_are_refused(gym: Gym) -> None:
     assert "observability_enabled=true" in found["error"]
 
 
+@pytest.mark.medium
 async def test_an_agent_that_hangs_is_no_result_and_is_left(serve: Serve) -> None:
     """The model was asked nothing for too long."""
     gym = await start(serve, max_silence_s=0.5)
@@ -214,6 +215,7 @@ async def test_a_host_without_its_agent_and_a_rollout_that_ended(serve: Serve, g
         assert answer.status_code == 404, answer.text
 
 
+@pytest.mark.medium
 async def test_as_a_server_of_nemo_gyms_configuration(serve: Serve) -> None:
     """Started as `gym env start` does: its options are in two variables."""
     agent, policy = Agent(), Policy()

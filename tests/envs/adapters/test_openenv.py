@@ -113,6 +113,7 @@ async def test_episodes_are_played_and_their_sessions_end(
     assert server.num_open == 0
 
 
+@pytest.mark.medium
 async def test_a_full_server_is_asked_again(
     router: Any, play_with: PlayWith, server: EchoServer
 ) -> None:

@@ -103,6 +103,7 @@ def play_program(
     return play
 
 
+@pytest.mark.medium
 async def test_a_program_plays_with_its_episodes_key_only(
     router: Any, play_program: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +141,7 @@ async def test_a_program_plays_with_its_episodes_key_only(
         assert not Path(env["OUTLOOP_EPISODE_DIR"]).exists()
 
 
+@pytest.mark.medium
 async def test_a_program_that_fails_is_a_result(router: Any, play_program: Any) -> None:
     """The verifier's reward stands, its last words are in the error, its output is kept."""
     await play_program(router, "import sys\nprint('half')\nsys.exit('no idea')\n")
@@ -149,6 +151,7 @@ async def test_a_program_that_fails_is_a_result(router: Any, play_program: Any) 
     assert router.closed("output")[0] == "half\n\nno idea"
 
 
+@pytest.mark.medium
 async def test_a_program_that_fails_while_the_router_is_away_is_repeated(
     router: Any, play_program: Any
 ) -> None:
@@ -159,6 +162,7 @@ async def test_a_program_that_fails_while_the_router_is_away_is_repeated(
     assert router.closed("reward") == [None] * 4
 
 
+@pytest.mark.medium
 async def test_a_program_that_keeps_the_router_busy_is_to_blame_for_its_end(
     router: Any, play_program: Any
 ) -> None:
@@ -206,6 +210,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
 @pytest.mark.parametrize("end", ["", "time.sleep(600)\n"])
 async def test_nothing_of_a_program_is_left(
@@ -221,6 +226,7 @@ async def test_nothing_of_a_program_is_left(
     assert processes_of(folder) == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("sandbox", ["bubblewrap", "none"])
 async def test_a_killed_worker_takes_its_programs_with_it(
     sandbox: str, router: Any, play_program: Any, folder: Path
@@ -258,6 +264,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("agent", "words", "outcome"),
     [
@@ -291,6 +298,7 @@ async def test_a_verifier_that_raises_is_asked_again_and_never_a_zero(
     assert "the verifier raised KeyError: 'answer' (3 times)" in router.closed("error")[0]
 
 
+@pytest.mark.medium
 async def test_a_verifier_that_does_not_finish_is_the_agents_failure(
     router: Any, play_program: Any
 ) -> None:
@@ -304,6 +312,7 @@ async def test_a_verifier_that_does_not_finish_is_the_agents_failure(
     assert "the verifier took longer than 0.5 s" in router.closed("error")[0]
 
 
+@pytest.mark.medium
 async def test_a_verifier_that_says_nothing_stops_the_run(router: Any, play_program: Any) -> None:
     """Its sentence names the setting and what is allowed."""
     router.num_episodes = 20
@@ -311,6 +320,7 @@ async def test_a_verifier_that_says_nothing_stops_the_run(router: Any, play_prog
         await play_program(router, "print(1)\n", verifier="checks:nothing")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("last", "value", "components"),
     [
@@ -346,6 +356,7 @@ async def test_a_verifier_may_be_a_command(
     assert router.closed("reward") == [{"value": value, "components": components}]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("script", "words"),
     [("exit 3", "exit_code=3"), ("echo well", "its last line of output is 'well'")],
@@ -361,6 +372,7 @@ async def test_a_verifier_command_that_fails_is_the_environments(
     assert words in router.closed("error")[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("env", "words"),
     [
@@ -427,6 +439,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.medium
 async def test_a_program_sees_its_project_and_nothing_of_the_run(
     router: Any, play_program: Any, folder: Path
 ) -> None:
@@ -486,6 +499,7 @@ async def test_a_program_may_be_a_module(
     assert router.closed("output") == ["found"]
 
 
+@pytest.mark.medium
 def test_a_program_that_its_sandbox_cannot_start_is_refused_before_anything_starts(
     folder: Path, make_settings: Callable[..., Settings]
 ) -> None:
@@ -526,6 +540,7 @@ def test_python_is_the_one_that_runs_outloop_where_path_has_none(
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("env", "words"),
     [
@@ -554,6 +569,7 @@ def test_names_in_values_that_name_nothing_are_refused(
     assert [word for word in words if word not in str(caught.value)] == []
 
 
+@pytest.mark.medium
 def test_a_machine_without_bubblewrap_is_refused_before_anything_starts(
     folder: Path, make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -574,6 +590,7 @@ def test_a_machine_without_bubblewrap_is_refused_before_anything_starts(
     check_rollout(make_settings(**env, agent_sandbox="none"))
 
 
+@pytest.mark.medium
 async def test_a_program_that_asks_for_time_gets_it(router: Any, play_program: Any) -> None:
     """At its deadline a program is asked to end before it is ended, in its sandbox too."""
     agent = (
@@ -588,6 +605,7 @@ async def test_a_program_that_asks_for_time_gets_it(router: Any, play_program: A
     assert router.closed("outcome") == ["truncated"]
 
 
+@pytest.mark.medium
 async def test_what_cannot_be_started_leaves_no_descriptor(tmp_path: Path) -> None:
     """Too long arguments, a missing folder and a cancelled start cost nothing that stays."""
     limits = command.Limits(time_s=5, memory_mb=100, output_bytes=1000, kept_bytes=1000)

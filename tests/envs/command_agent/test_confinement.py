@@ -211,6 +211,7 @@ def play(make_settings: Callable[..., Settings], fake_module: ModuleType) -> Cal
     return play
 
 
+@pytest.mark.medium
 async def test_a_hostile_program_reaches_nothing(router: Any, project: Path, play: Any) -> None:
     """Not the machine, its users, the project, other runs, other processes or rare system calls."""
     await play(router, hidden_task_fields=["answer"], agent_read_only=["named"])
@@ -219,6 +220,7 @@ async def test_a_hostile_program_reaches_nothing(router: Any, project: Path, pla
     assert report == {"reached": {}, "own": "own named", "name": report["name"]}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("OUTLOOP_NESTED" in os.environ, reason="is what the test starts")
 def test_a_hostile_program_of_a_user_reaches_nothing() -> None:
     """The same attempts, where the runner is not root: a namespace in which it is user 1000."""
@@ -274,6 +276,7 @@ HOGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOGS)
 async def test_what_a_program_hoards_is_limited(
     name: str, router: Any, project: Path, play: Any
@@ -324,6 +327,7 @@ def verify(task, result):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEFT)
 async def test_what_a_program_leaves_changes_no_verdict(
     name: str, router: Any, project: Path, play: Any, monkeypatch: pytest.MonkeyPatch

@@ -68,6 +68,7 @@ def score(folder: Path, make_settings: Callable[..., Settings]) -> Callable[...,
     return make
 
 
+@pytest.mark.medium
 async def test_calls_that_hang_hold_up_no_others(score: Callable[..., Any]) -> None:
     """Twenty answers on which a verifier blocks for ever are late; the next ones are scored."""
     one = score("hangs")
@@ -76,12 +77,14 @@ async def test_calls_that_hang_hold_up_no_others(score: Callable[..., Any]) -> N
     assert await asyncio.gather(*(one() for _ in range(5))) == [1.0] * 5
 
 
+@pytest.mark.medium
 async def test_the_clock_starts_when_the_call_does(score: Callable[..., Any]) -> None:
     """Many calls at once take longer together than any may alone, and all are scored."""
     one = score("sleeps", timeout_s=1.5)
     assert await asyncio.gather(*(one() for _ in range(128))) == [1.0] * 128
 
 
+@pytest.mark.medium
 async def test_waiting_for_a_turn_does_not_count(score: Callable[..., Any]) -> None:
     """A verifier that queues for a sandbox is timed when it works, not while it waits."""
     assert await score("queues", timeout_s=2.0)("long") == 1.0
@@ -89,6 +92,7 @@ async def test_waiting_for_a_turn_does_not_count(score: Callable[..., Any]) -> N
         await score("queues", timeout_s=0.3)("slow")
 
 
+@pytest.mark.medium
 async def test_a_turn_that_never_comes_is_the_environments(score: Callable[..., Any]) -> None:
     """At the episode's deadline an answer that waited is not scored as a failure of the agent."""
     with pytest.raises(EnvironmentFailure, match="waiting for other verifications"):

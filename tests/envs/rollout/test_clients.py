@@ -3,6 +3,8 @@
 import asyncio
 import json
 
+import pytest
+
 from outloop.envs.rollout.clients import Clients
 
 ANSWER = json.dumps(
@@ -45,6 +47,7 @@ class Endpoint:
             writer.close()
 
 
+@pytest.mark.medium
 async def test_few_connections_stay_open_between_calls() -> None:
     """All calls are in flight at once; then a call's cost does not grow with how many there were,
     because the pool looks at each idle connection."""

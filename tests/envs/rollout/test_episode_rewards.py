@@ -174,6 +174,7 @@ async def test_scores_of_turns_stop_a_run_that_trains_nothing_by_them(
     assert router.closed("failure_kind")[0] == "environment"
 
 
+@pytest.mark.medium
 async def test_scores_reach_the_router(router: Any, play_with: PlayWith) -> None:
     """Of the episode, its components, turns and branches, from a function that returns nothing."""
     source = """
@@ -235,6 +236,7 @@ async def test_an_agent_that_talks_to_another_endpoint_stops_the_run(
         await play_with(router, "async def play(task, episode):\n    return 1.0\n")
 
 
+@pytest.mark.medium
 async def test_one_model_call_is_enough(router: Any, play_with: PlayWith) -> None:
     """A task that some episodes end without asking is no mistake."""
     router.num_episodes = 80

@@ -11,6 +11,7 @@ PlayWith = Callable[..., Any]
 BATCH = {"rollout_function_path": "user:rollout"}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("num_workers", [0, 1])
 async def test_a_batch_is_opened_played_and_closed_by_the_function(
     num_workers: int, router: Any, play_with: PlayWith
@@ -85,6 +86,7 @@ async def rollout(tasks, context):
     assert "half way" in router.closed("error")[3]
 
 
+@pytest.mark.medium
 async def test_a_batch_that_hangs_is_truncated(router: Any, play_with: PlayWith) -> None:
     """It is cancelled when the last deadline of its episodes has passed."""
     router.deadline_s = 0.5
@@ -99,6 +101,7 @@ async def rollout(tasks, context):
     assert router.closed("outcome") == ["truncated"] * 4
 
 
+@pytest.mark.medium
 async def test_a_batch_without_rewards_stops_the_run(router: Any, play_with: PlayWith) -> None:
     """Episodes that nobody closed are no zeros; the sentence says what to call."""
     router.num_episodes = 20

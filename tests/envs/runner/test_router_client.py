@@ -17,6 +17,7 @@ def client(router: Any, fake_module: ModuleType, deadline_s: float = 5.0) -> Rou
     return RouterClient(router.url, fake_module.RUNNER_KEY, deadline_s=deadline_s)
 
 
+@pytest.mark.medium
 async def test_5xx_and_lost_connections_are_repeated(router: Any, fake_module: ModuleType) -> None:
     """A restarting router is waited for; the call succeeds in the end."""
     router.refusals["/tasks"] = [503, 500]

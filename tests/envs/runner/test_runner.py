@@ -29,6 +29,7 @@ async def play(task, episode):
 """
 
 
+@pytest.mark.medium
 async def test_every_claimed_episode_is_played_and_scored(router: Any, play_with: PlayWith) -> None:
     """Each goes to its own address with its own key, over one shared client."""
     router.num_episodes = 20
@@ -41,6 +42,7 @@ async def test_every_claimed_episode_is_played_and_scored(router: Any, play_with
     assert len(set(router.claim_keys)) == len(router.claim_keys)
 
 
+@pytest.mark.medium
 async def test_a_runner_says_that_it_is_there(router: Any, play_with: PlayWith) -> None:
     """Under the id of its claims, for as long as episodes last, whatever becomes of a heartbeat."""
     router.num_episodes = 1
@@ -53,6 +55,7 @@ async def test_a_runner_says_that_it_is_there(router: Any, play_with: PlayWith) 
     assert len(router.claimed_by) == 1
 
 
+@pytest.mark.medium
 async def test_without_a_limit_nobody_says_that_it_is_there(
     router: Any, play_with: PlayWith
 ) -> None:
@@ -62,6 +65,7 @@ async def test_without_a_limit_nobody_says_that_it_is_there(
     assert router.heartbeats == []
 
 
+@pytest.mark.medium
 async def test_claims_go_together(router: Any, play_with: PlayWith) -> None:
     """Many free slots are one claim, and waiting for admission does not spin."""
     router.num_episodes = 64
@@ -91,6 +95,7 @@ async def test_eval_claims_are_marked(router: Any, play_with: PlayWith, folder: 
     assert len(router.eval_tasks) == 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -161,6 +166,7 @@ async def play(task, episode):
         await play_with(router, source)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stubborn", [False, True])
 async def test_a_hanging_agent_is_truncated(
     stubborn: bool, router: Any, play_with: PlayWith
@@ -270,6 +276,7 @@ async def test_play_cannot_change_the_task_of_others(router: Any, play_with: Pla
     assert {reward["value"] for reward in router.closed("reward")} == {0.0}
 
 
+@pytest.mark.medium
 async def test_a_runner_may_wait_where_a_run_is_finished(
     router: Any,
     folder: Path,
@@ -303,6 +310,7 @@ async def test_a_runner_may_wait_where_a_run_is_finished(
     assert router.num_registered == 1
 
 
+@pytest.mark.medium
 async def test_stopping_drains_then_aborts(
     router: Any,
     folder: Path,
@@ -345,6 +353,7 @@ async def test_stopping_drains_then_aborts(
     ]
 
 
+@pytest.mark.medium
 async def test_late_closes_are_not_errors(router: Any, play_with: PlayWith) -> None:
     """A group that sealed meanwhile answers 410; the run goes on."""
     router.refusals["/episodes"] = [410]
@@ -562,6 +571,7 @@ def test_one_episode_that_hangs_does_not_hide_that_all_others_crash() -> None:
         log.failure(crash, "crashes-49")
 
 
+@pytest.mark.medium
 async def test_a_few_failures_stop_nothing(router: Any, play_with: PlayWith) -> None:
     """One episode in sixteen that does not fail is enough to go on."""
     router.num_episodes = 100

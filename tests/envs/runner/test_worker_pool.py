@@ -59,6 +59,7 @@ def died(router: Any) -> tuple[list[str], list[str]]:
     )
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -100,6 +101,7 @@ async def test_who_ends_or_blocks_its_process_is_distinguished_from_its_neighbou
     assert [router.closes[f"ep-{n}"]["outcome"] for n in range(4, 8)] == ["completed"] * 4
 
 
+@pytest.mark.medium
 async def test_a_worker_that_somebody_kills_blames_nobody(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
@@ -164,6 +166,7 @@ def worker_processes() -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.medium
 async def test_a_worker_that_does_not_come_up_costs_no_other(
     folder: Path, make_settings: Callable[..., Settings]
 ) -> None:
@@ -187,6 +190,7 @@ async def test_a_worker_that_does_not_come_up_costs_no_other(
     assert worker_processes() == []
 
 
+@pytest.mark.medium
 async def test_workers_share_the_cores(router: Any, play_with: PlayWith) -> None:
     """What verifiers start in each worker is together no more than the machine has cores."""
     source = """
@@ -203,6 +207,7 @@ async def play(task, episode):
     assert shares == {float(max(1, cores // 2))}
 
 
+@pytest.mark.slow
 async def test_memory_is_limited_and_a_growing_worker_is_replaced(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
@@ -237,6 +242,7 @@ async def play(task, episode):
     assert len(set((folder / "pids").read_text().split())) > 1
 
 
+@pytest.mark.medium
 async def test_blocking_functions_play_at_the_same_time(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
@@ -259,6 +265,7 @@ def play(task, episode):
     assert router.most_open <= 4
 
 
+@pytest.mark.slow
 async def test_blocking_calls_that_hang_are_truncated_and_left_behind(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
@@ -287,6 +294,7 @@ def play(task, episode):
     assert len(set((folder / "pids").read_text().split())) == 2
 
 
+@pytest.mark.medium
 async def test_a_class_is_set_up_once_per_process_and_torn_down(
     router: Any, play_with: PlayWith, folder: Path
 ) -> None:
@@ -324,6 +332,7 @@ class Player:
     assert str(os.getpid()) not in {path.name[3:] for path in folder.glob("up-*")}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -344,6 +353,7 @@ async def test_code_that_cannot_be_used_stops_the_runner_with_a_sentence(
     assert router.claim_keys == []
 
 
+@pytest.mark.medium
 async def test_a_worker_holds_no_key_but_its_episodes(
     router: Any, play_with: PlayWith, folder: Path, fake_module: ModuleType
 ) -> None:
@@ -366,6 +376,7 @@ async def play(task, episode):
     assert [reward["value"] for reward in router.closed("reward")] == [0.0] * 4
 
 
+@pytest.mark.medium
 async def test_nothing_outlives_the_runner(
     router: Any,
     folder: Path,
@@ -414,6 +425,7 @@ asyncio.run(
 """
 
 
+@pytest.mark.medium
 async def test_a_blocked_worker_dies_with_its_runner(
     router: Any, folder: Path, fake_module: ModuleType
 ) -> None:

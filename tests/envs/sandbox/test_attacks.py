@@ -57,6 +57,7 @@ async def attack(
     return result
 
 
+@pytest.mark.medium
 async def test_a_fork_bomb_goes_off_inside(session: SupervisedSession) -> None:
     """It runs into the number of processes, is ended, and leaves none."""
     code = (
@@ -89,6 +90,7 @@ async def test_threads_count_as_processes(session: SupervisedSession) -> None:
     assert int((await attack(session, code)).stdout) < 64
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "code",
     [
@@ -146,6 +148,7 @@ async def test_disk_and_number_of_files_are_bounded(session: SupervisedSession) 
     assert (await session.run({}, ("rm", "big"), keep_files=True)).is_ok
 
 
+@pytest.mark.medium
 async def test_nothing_outside_can_be_written(session: SupervisedSession) -> None:
     """Only the workspace, /tmp and shared memory, which are one small disk (/box), take a file."""
     code = (
@@ -388,6 +391,7 @@ async def test_a_flood_of_output_is_cut(session: SupervisedSession) -> None:
     assert len(flood.stdout) == LIMITS.output_bytes
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("code", "ended"),
     [
@@ -415,6 +419,7 @@ async def test_however_it_ends_the_end_is_reported(
     assert result.ended == ended
 
 
+@pytest.mark.medium
 async def test_spinning_ends_with_the_cpu_time(session: SupervisedSession) -> None:
     """A process that computes for too long is ended though wall time is left."""
     limits = Limits(wall_s=20, cpu_s=1, memory_bytes=128 * MB, max_processes=12,

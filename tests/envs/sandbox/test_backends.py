@@ -125,6 +125,7 @@ def test_a_container_gets_every_limit(tmp_path: Path) -> None:
     assert "nr_inodes" not in " ".join(container_argv("/usr/bin/podman", *argv_of))
 
 
+@pytest.mark.medium
 async def test_plain_programs_are_limited_and_cleaned_up() -> None:
     """The subprocess backend bounds each process, keeps nothing, and says what it is."""
     sandbox = SubprocessSandbox(Limits(memory_bytes=200 * 2**20, wall_s=20))

@@ -40,6 +40,7 @@ CHANGE = "echo \"word = 'new'\" > src/words.py; rm old.txt; echo a > src/added; 
 LOOK = "cat src/words.py; ls src; ls old.txt"
 
 
+@pytest.mark.medium
 async def test_a_session_changes_its_own_layer_alone(sandbox: Sandbox, base: Path) -> None:
     """Kept changes are there for later calls of the session, and nowhere else."""
     shell = ("sh", "-c")

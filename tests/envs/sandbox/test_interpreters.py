@@ -93,6 +93,7 @@ async def test_a_python_keeps_its_state(session: Session) -> None:
         assert "[1, 2]" in (await python.run("x")).stdout.decode()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kind", "ending", "check"),
     [
@@ -119,6 +120,7 @@ async def test_one_that_takes_too_long_is_begun_again(
         assert (await session.run({}, ("ls",), keep_files=True)).stdout == b"left\n"
 
 
+@pytest.mark.medium
 async def test_one_that_ends_is_begun_again(session: Session) -> None:
     """By its own exit, by a signal, or by closing the line to us; never an error of ours."""
     async with session.interpreter("bash") as shell:
@@ -138,6 +140,7 @@ async def test_one_that_ends_is_begun_again(session: Session) -> None:
         assert (silent.ended, silent.lost_state) == ("wall_time", True)
 
 
+@pytest.mark.medium
 async def test_each_input_has_its_own_output(session: Session) -> None:
     """Of which so much is kept as the limits say; a flood ends it; what is written between two
     inputs is in the second's."""
@@ -158,6 +161,7 @@ async def test_each_input_has_its_own_output(session: Session) -> None:
         assert shown(await shell.run("echo hi")) == (0, "hi\n")
 
 
+@pytest.mark.medium
 async def test_a_wrong_answer_is_its_own(session: Session) -> None:
     """A policy that finds the line says nothing of other inputs: each has a token of its own."""
     async with session.interpreter("python") as python:
@@ -185,6 +189,7 @@ async def test_what_it_cannot_do_is_refused(session: Session) -> None:
         await session.interpreter("ruby").__aenter__()  # type: ignore[arg-type]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("uses_cgroups", [True, False])
 async def test_nothing_outlives_it(uses_cgroups: bool) -> None:
     """Its processes, detached ones too, end with the context; memory is bounded over all of them,
@@ -213,6 +218,7 @@ async def test_nothing_outlives_it(uses_cgroups: bool) -> None:
     await sandbox.close()
 
 
+@pytest.mark.medium
 async def test_a_cancelled_input_does_not_answer_the_next(sandbox: Sandbox) -> None:
     """The session begins again, and so do the files."""
     async with sandbox.session() as session, session.interpreter("bash") as shell:
@@ -224,6 +230,7 @@ async def test_a_cancelled_input_does_not_answer_the_next(sandbox: Sandbox) -> N
         assert shown(await shell.run("echo [$x]; ls")) == (0, "[]\n")
 
 
+@pytest.mark.medium
 async def test_a_session_that_is_killed_is_a_result(sandbox: Sandbox) -> None:
     """Of the input under way; then it begins again."""
     async with sandbox.session() as session:

@@ -65,6 +65,7 @@ def base() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("has_base", [False, True], ids=["empty", "over a folder"])
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.skipif(new_user() is None, reason="sessions of an ordinary user are all of that user")

@@ -80,6 +80,7 @@ def test_a_named_store_stays_and_is_shared(project: Path, tmp_path: Path) -> Non
     assert made.is_dir()
 
 
+@pytest.mark.medium
 async def test_a_session_over_a_revision_changes_a_layer(project: Path) -> None:
     """And the revision that the next session gets is whole."""
     repository, sandbox = Repository(project), BubblewrapSandbox()

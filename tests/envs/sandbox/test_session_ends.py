@@ -27,6 +27,7 @@ TOGETHER = (
 )
 
 
+@pytest.mark.medium
 async def test_the_sum_is_bounded_from_the_first_call() -> None:
     """Everything that runs in a new session is in its group, which kept its limit."""
     sandbox = BubblewrapSandbox(LIMITS)
@@ -44,6 +45,7 @@ async def test_the_sum_is_bounded_from_the_first_call() -> None:
     await sandbox.close()
 
 
+@pytest.mark.medium
 async def test_a_child_that_the_kernel_killed_ends_its_call() -> None:
     """A parent that outlives it and exits with 0 has not kept the limits."""
     code = (
@@ -60,6 +62,7 @@ async def test_a_child_that_the_kernel_killed_ends_its_call() -> None:
     await sandbox.close()
 
 
+@pytest.mark.medium
 async def test_the_supervisors_death_is_survived() -> None:
     """A session whose processes are killed from outside says so once and is replaced."""
     sandbox = BubblewrapSandbox(LIMITS)
@@ -76,6 +79,7 @@ async def test_the_supervisors_death_is_survived() -> None:
     await sandbox.close()
 
 
+@pytest.mark.medium
 async def test_an_abandoned_call_ends_with_its_session() -> None:
     """Whoever gives up waiting leaves no program behind, and the next call starts again."""
     sandbox = BubblewrapSandbox(LIMITS)

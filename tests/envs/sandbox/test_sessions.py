@@ -27,6 +27,7 @@ async def test_a_program_runs_and_leaves_what_was_asked_for(sandbox: Sandbox) ->
     assert result.files == {"out/a": b"1", "out/b": b"hello"}
 
 
+@pytest.mark.medium
 async def test_a_fork_of_the_interpreter_looks_like_python(sandbox: Sandbox) -> None:
     """`python script` in the warm interpreter prints what a new interpreter would."""
     code = (
@@ -50,6 +51,7 @@ async def test_a_fork_of_the_interpreter_looks_like_python(sandbox: Sandbox) -> 
     assert forked.exit_code == fresh.exit_code == 1
 
 
+@pytest.mark.medium
 async def test_files_stay_only_where_they_are_asked_to(sandbox: Sandbox) -> None:
     """Kept files are there for later calls that keep files, and for no others."""
     write = {"w.py": "open('note', 'w').write('x'); open('/tmp/t', 'w').write('y')"}
@@ -66,6 +68,7 @@ async def test_files_stay_only_where_they_are_asked_to(sandbox: Sandbox) -> None
         ).stdout == b"True True\n"
 
 
+@pytest.mark.medium
 async def test_a_pair_talks_over_its_line_only(sandbox: Sandbox) -> None:
     """Two programs have a socket in common, no files and no processes; the first ends both."""
     first = (
@@ -104,6 +107,7 @@ async def test_what_no_session_can_do_is_refused(sandbox: Sandbox) -> None:
         Limits(max_processes=0)
 
 
+@pytest.mark.medium
 async def test_calls_of_one_session_wait_for_each_other(sandbox: Sandbox) -> None:
     """Ten calls at once are ten answers, each its own."""
     async with sandbox.session() as session:

@@ -50,6 +50,7 @@ def bwrap_that_hangs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield program
 
 
+@pytest.mark.slow
 async def test_a_start_that_hangs_costs_itself_and_is_made_again(bwrap_that_hangs: Path) -> None:
     """The others of the storm are served meanwhile."""
     sandbox = BubblewrapSandbox(LIMITS)
@@ -77,6 +78,7 @@ async def test_a_start_that_fails_twice_is_the_environments_failure(
     await sandbox.close()
 
 
+@pytest.mark.medium
 async def test_of_many_starts_the_first_are_done_first() -> None:
     """Nobody waits until all have begun, and none fails."""
     sandbox = BubblewrapSandbox(LIMITS)
@@ -92,6 +94,7 @@ async def test_of_many_starts_the_first_are_done_first() -> None:
     assert took[0] < took[-1] / 3
 
 
+@pytest.mark.medium
 async def test_a_session_of_many_processes_has_the_share_of_one_session() -> None:
     """Wall time of a neighbour's program is its own, with setsid too."""
     num = 16 * (os.cpu_count() or 1)

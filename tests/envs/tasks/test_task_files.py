@@ -157,6 +157,7 @@ def test_one_id_in_both_lists_is_an_error(
         load_run_tasks(make_settings(tasks="train.jsonl", eval_tasks="eval.jsonl"))
 
 
+@pytest.mark.medium
 @given(JSON)
 def test_a_content_has_one_hash_and_one_split(content: object) -> None:
     """Key order and spacing do not move a task; every content falls into a known split."""

@@ -29,6 +29,7 @@ async def unit_tests() -> AsyncIterator[UnitTests]:
     await verifier.tear_down()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("given", "is_right"),
     [
@@ -46,6 +47,7 @@ async def test_code_is_right_if_its_tests_pass(
     assert await judge(unit_tests, given, **ADD) == is_right
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "given",
     [
@@ -104,6 +106,7 @@ async def test_the_tests_cannot_be_read(judge: Judge) -> None:
     await part.tear_down()
 
 
+@pytest.mark.medium
 async def test_a_prompt_may_be_a_head_without_a_body(judge: Judge, unit_tests: UnitTests) -> None:
     """Definitions of the prompt are the tests' too, though its last function has no body yet."""
     prompt = "def twice(x):\n    return 2 * x\n\n\ndef four(x):\n"
@@ -148,6 +151,7 @@ async def test_tests_that_cannot_be_run_are_no_reward(
         await judge(unit_tests, "    return 0\n", **{**ADD, "test": test})
 
 
+@pytest.mark.medium
 async def test_a_program_is_judged_by_its_output(judge: Judge) -> None:
     """Every case must come out right; expected outputs are never in the sandbox."""
     cases = [{"input": "1 2", "output": "3\n"}, {"input": "2 2", "output": "4"}]

@@ -231,12 +231,14 @@ async def verifiers() -> AsyncIterator[tuple[UnitTests, UnitTests, InputOutput]]
         await one.tear_down()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", sorted(ATTACKS.keys() - GREEDY))
 async def test_a_wrong_answer_stays_wrong(judge: Judge, verifiers: Any, name: str) -> None:
     """No attack passes a single test, and none is taken for a failure of the environment."""
     await stays_wrong(judge, verifiers, ATTACKS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(GREEDY))
 async def test_a_greedy_answer_stays_wrong(judge: Judge, verifiers: Any, name: str) -> None:
     """Nor do those that spend all the time or memory that they may have."""
@@ -254,6 +256,7 @@ async def stays_wrong(judge: Judge, verifiers: Any, code: str) -> None:
     assert await judge(checked, RIGHT, test=CHECK, entry_point="f") == 1.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", HONEST)
 async def test_a_right_answer_keeps_its_score(judge: Judge, verifiers: Any, name: str) -> None:
     """Unusual is not hostile: helpers named like builtins, subclasses, threads, output."""
@@ -289,6 +292,7 @@ SHADOWS = {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shadow", SHADOWS)
 async def test_no_builtin_can_be_replaced(judge: Judge, verifiers: Any, shadow: str) -> None:
     """Each builtin that HumanEval's or MBPP's tests call is the tests' own."""
@@ -303,6 +307,7 @@ async def test_no_builtin_can_be_replaced(judge: Judge, verifiers: Any, shadow: 
     assert await judge(listed, f"{code}\ndef f(x): return ()", test=tests) == 0.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shadow", SHADOWS)
 @pytest.mark.parametrize(
     ("code", "tests"),
@@ -325,6 +330,7 @@ async def test_what_was_forged_once_is_wrong(
         assert await judge(listed, forged, test=tests) == 0.0
 
 
+@pytest.mark.medium
 async def test_human_eval_cannot_be_forged_by_its_builtins(judge: Judge, verifiers: Any) -> None:
     """Wrong answers to every problem whose tests call a builtin, with all of them replaced."""
     checked, _, _ = verifiers
@@ -341,6 +347,7 @@ async def test_human_eval_cannot_be_forged_by_its_builtins(judge: Judge, verifie
         assert await judge(checked, right, **payload) == 1.0, problem["task_id"]
 
 
+@pytest.mark.medium
 async def test_only_broken_tests_are_the_environments(judge: Judge, verifiers: Any) -> None:
     """What an answer makes the tests hand over is the answer's; what they bring is theirs."""
     _, listed, _ = verifiers

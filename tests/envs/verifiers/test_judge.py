@@ -67,6 +67,7 @@ async def test_a_judge_grades_what_it_is_shown(judge: Call, model: Model) -> Non
     await verifier.tear_down()
 
 
+@pytest.mark.medium
 async def test_what_a_judge_got_wrong_is_asked_again(judge: Call, model: Model) -> None:
     """Errors, rubbish and scores out of range are tried again, and then a score is a score."""
     model.replies = [(503, "{}"), (200, chat("hm")), (200, chat('{"score": 7}'))]
@@ -77,6 +78,7 @@ async def test_what_a_judge_got_wrong_is_asked_again(judge: Call, model: Model) 
     await verifier.tear_down()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("status", "reply"),
     [(500, "{}"), (200, "rubbish"), (200, "[]"), (200, '{"choices": [{"message": null}]}')],
@@ -188,6 +190,7 @@ async def test_a_part_that_raises_on_an_answer_frees_no_sum(judge: Call) -> None
         await judge(Weighted({"a": (broken, 1.0)}), "")
 
 
+@pytest.mark.medium
 async def test_a_judge_that_hangs_is_left(judge: Call, model: Model) -> None:
     """The deadline is for all tries together."""
     model.is_stuck = True

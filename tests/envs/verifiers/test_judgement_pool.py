@@ -35,6 +35,7 @@ async def workers() -> AsyncIterator[JudgementPool]:
     await made.close()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("expected", "given", "is_right"),
     [
@@ -56,6 +57,7 @@ async def test_math_is_compared_as_mathematics(
     assert await judge(math, given, answer=expected) == is_right
 
 
+@pytest.mark.medium
 async def test_an_expected_answer_that_is_no_mathematics_is_no_reward(
     judge: Judge, math: Math
 ) -> None:
@@ -64,6 +66,7 @@ async def test_an_expected_answer_that_is_no_mathematics_is_no_reward(
         await judge(math, "5", answer=r"\text{}")
 
 
+@pytest.mark.medium
 async def test_no_answer_holds_up_another(judge: Judge, math: Math) -> None:
     """Answers that never end are wrong at their deadline; others beside them are judged."""
     before = math.workers.num_replaced
@@ -76,6 +79,7 @@ async def test_no_answer_holds_up_another(judge: Judge, math: Math) -> None:
     assert await judge(math, "7", answer="7") == 1.0
 
 
+@pytest.mark.medium
 async def test_a_pattern_that_never_ends_is_wrong(judge: Judge, workers: JudgementPool) -> None:
     """An answer made to blow a pattern up costs its own deadline and nothing else."""
     blown = Regex(r"(a+)+$", timeout_s=0.5, workers=workers)
@@ -87,6 +91,7 @@ async def test_a_pattern_that_never_ends_is_wrong(judge: Judge, workers: Judgeme
     assert [await judge(shape, given) for given in ("12", "a12")] == [1.0, 0.0]
 
 
+@pytest.mark.medium
 async def test_json_is_checked_against_its_schema(judge: Judge, workers: JudgementPool) -> None:
     """JSON that the schema allows is right; rubbish is wrong; a broken schema is the task's."""
     verifier = JsonSchema(timeout_s=20, workers=workers)
@@ -97,6 +102,7 @@ async def test_json_is_checked_against_its_schema(judge: Judge, workers: Judgeme
         await judge(verifier, "{}", schema={"type": "wrong"})
 
 
+@pytest.mark.medium
 async def test_a_killed_template_is_no_reward(judge: Judge) -> None:
     """When the worker processes are lost, nothing is scored, and the next answer is."""
     before = {*psutil.Process().children()}
@@ -112,6 +118,7 @@ async def test_a_killed_template_is_no_reward(judge: Judge) -> None:
     await own.close()
 
 
+@pytest.mark.medium
 async def test_a_missing_library_is_reported_before_anything_is_judged(judge: Judge) -> None:
     """What cannot be imported is named."""
     verifier = Regex("a", workers=JudgementPool(1, preload=("no_such_module",)))

@@ -30,6 +30,7 @@ async def test_a_verifier_by_its_path_scores() -> None:
     assert reward.value == 1.0
 
 
+@pytest.mark.medium
 def test_importing_them_loads_nothing_heavy() -> None:
     """Symbolic mathematics and schemas are loaded by workers; redis and torch by nobody here."""
     code = (

@@ -66,6 +66,7 @@ def leaves(code: str) -> bytes:
     return f"import os\ndef double(x):\n{code}\n    return x\n".encode()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "code",
     [
@@ -91,6 +92,7 @@ async def test_what_one_test_leaves_the_next_does_not_find(
     assert await verifier.score(task, files) == pytest.approx(1 / 3)
 
 
+@pytest.mark.medium
 async def test_every_test_finds_what_the_build_made(
     project: Path, verifier: RepositoryTests
 ) -> None:
@@ -102,6 +104,7 @@ async def test_every_test_finds_what_the_build_made(
     assert await verifier.score(task, {"src/code.py": FIXED}) == 1.0
 
 
+@pytest.mark.medium
 async def test_a_file_may_become_a_folder_and_a_folder_a_file(
     project: Path, verifier: RepositoryTests
 ) -> None:
@@ -112,6 +115,7 @@ async def test_a_file_may_become_a_folder_and_a_folder_a_file(
     assert await verifier.score(both, {"src/code.py": FIXED, "lib": b"no folder"}) == 0.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("check", "stdout"),
     [
@@ -132,6 +136,7 @@ async def test_tests_that_judge_by_themselves_are_refused(
         await verifier.score(task, {"src/code.py": FIXED})
 
 
+@pytest.mark.medium
 async def test_tests_that_the_revision_passes_are_refused(
     project: Path, verifier: RepositoryTests
 ) -> None:
@@ -161,6 +166,7 @@ def test_an_output_that_only_says_that_all_is_well_is_a_verdict(
             software.task(project, "first", "x", editable=["src"], tests=[test])
 
 
+@pytest.mark.medium
 async def test_a_large_file_costs_the_runner_neither_memory_nor_its_loop(project: Path) -> None:
     """One of 200 MB is left out; many of 5 MB are too many; the event loop goes on meanwhile."""
     adapter = Software()
@@ -189,6 +195,7 @@ async def test_a_large_file_costs_the_runner_neither_memory_nor_its_loop(project
     assert max(gaps) < 1.0
 
 
+@pytest.mark.medium
 def test_what_an_agent_left_is_read_whatever_its_shape(tmp_path: Path) -> None:
     """Deep folders, links, FIFOs and names that are no text are no trouble."""
     (tmp_path / "src").mkdir()

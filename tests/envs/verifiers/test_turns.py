@@ -69,6 +69,7 @@ HOSTILE: dict[str, tuple[Any, dict[str, object], str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 async def test_a_right_answer_behind_sixteen_hostile_ones_is_scored(name: str) -> None:
     """All are scored: the right ones soon, and those that used their limits up as wrong."""
@@ -87,6 +88,7 @@ async def test_a_right_answer_behind_sixteen_hostile_ones_is_scored(name: str) -
     await verifier.tear_down()
 
 
+@pytest.mark.slow
 async def test_the_episodes_end_is_the_failure_of_who_used_its_turn_up() -> None:
     """Loops that wait for their long turn are late by their own fault; right ones are scored."""
     env = EnvSettings(verifier="outloop.envs.verifiers.presets:unit_tests")

@@ -65,6 +65,7 @@ def cluster(written: Written) -> dict[tuple[str, str], Tree]:
     return objects(kubernetes_files(settings, config))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("version", ["1.30", "1.37"])
 @pytest.mark.parametrize("transport", ["disk", "collective"])
 def test_every_object_follows_the_published_schema(
@@ -123,6 +124,7 @@ def test_every_part_has_the_files_that_its_command_names(
         assert path in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
+@pytest.mark.medium
 def test_what_init_is_given_are_settings(written: Written, tmp_path: Path) -> None:
     """The flags of the init Job load, and lead where services and volumes are."""
     settings, config = written("trainer.num_steps=7", "publish.transport=collective")
@@ -278,6 +280,7 @@ def test_the_page_for_prometheus_is_a_service(written: Written, asked: int, port
     } <= {*sets}
 
 
+@pytest.mark.medium
 def test_what_nobody_wants_is_left_out(written: Written) -> None:
     """No trajectories, no alarms and no page: neither a part nor a policy names them."""
     settings, config = written("trajectories.enabled=false", "alarms.enabled=false")
@@ -291,6 +294,7 @@ def test_what_nobody_wants_is_left_out(written: Written) -> None:
     )
 
 
+@pytest.mark.medium
 def test_alarms_are_posted_beyond_the_cluster(written: Written, tmp_path: Path) -> None:
     """The way out is open to the one that needs it; the webhook's address is a secret."""
     settings, config = written(f'alarms.webhook_file="{tmp_path / "hook"}"')

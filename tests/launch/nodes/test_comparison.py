@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,6 +92,7 @@ def bad_of(found: list[Finding]) -> list[Finding]:
     return [finding for finding in found if not finding.is_ok]
 
 
+@pytest.mark.medium
 @given(tables)
 def test_nothing_that_a_node_found_is_lost_or_added(found: dict[str, list[Finding]]) -> None:
     """A bad finding has one row with exactly its nodes; good ones keep their nodes and values."""

@@ -64,6 +64,7 @@ def row_of(rows: Sequence[Row], what: str) -> Row:
     return next(row for row in rows if row.finding.what == what)
 
 
+@pytest.mark.medium
 def test_a_node_s_program_prints_one_line(settings: Settings, tmp_path: Path) -> None:
     """Beside its logs; with what this machine is for the part, and nothing is made."""
     answer = subprocess.run(
@@ -85,6 +86,7 @@ def test_a_node_s_program_prints_one_line(settings: Settings, tmp_path: Path) ->
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_every_node_is_examined_and_what_is_between_them(settings: Settings) -> None:
     """What all have is told once, and what the routers' node has of it alone."""
     rows = examine_nodes(settings, Here(NODES))
@@ -98,6 +100,7 @@ def test_every_node_is_examined_and_what_is_between_them(settings: Settings) -> 
     assert "n2: server" in out.getvalue()
 
 
+@pytest.mark.medium
 def test_bandwidth_is_measured_between_the_nodes_of_trainer_and_servers(
     settings: Settings,
 ) -> None:
@@ -117,6 +120,7 @@ def namespaces(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("hosts")
 
 
+@pytest.mark.medium
 def test_bandwidth_is_that_of_the_link(settings: Settings, tmp_path: Path, namespaces: Any) -> None:
     """Between two namespaces of the network with 400 Mbit/s, which is 0.05 GB/s with headers."""
     if reason := namespaces.why_not():
@@ -140,6 +144,7 @@ def test_bandwidth_is_that_of_the_link(settings: Settings, tmp_path: Path, names
         assert 0.02 < float(told[1]) <= 0.052, found
 
 
+@pytest.mark.medium
 def test_a_node_that_does_not_answer_is_named_and_its_program_stopped(
     settings: Settings, tmp_path: Path
 ) -> None:
@@ -175,6 +180,7 @@ pathlib.Path({str(tmp_path / "stopped")!r}).touch()
     assert "cannot run: see node" in out.getvalue()
 
 
+@pytest.mark.slow
 def test_nodes_that_cannot_reach_each_other_are_named(settings: Settings) -> None:
     """The address of the trainer's node means nothing on the server's."""
 

@@ -119,6 +119,7 @@ def test_shares_divide_activations_and_a_pipeline_does_not() -> None:
     assert less < whole / 10
 
 
+@pytest.mark.medium
 def test_activations_are_what_torch_saves_for_backward() -> None:
     """A layer of the formula's kind, written in torch: the bytes that autograd keeps, in float32.
 

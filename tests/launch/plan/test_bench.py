@@ -145,6 +145,7 @@ def test_several_seeds_are_compared_by_their_spread(bench: ModuleType) -> None:
     assert figures["reward_detectable"] == pytest.approx(2.8 * 0.05)
 
 
+@pytest.mark.medium
 def test_the_plot_shows_what_was_run(bench: ModuleType, tmp_path: Path) -> None:
     """Two levels of nine."""
     from asynchrony_plots import draw
