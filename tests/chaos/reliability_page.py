@@ -1,7 +1,7 @@
-"""docs/reliability.md: what the fault matrix, the ledger and the soak have shown.
+"""docs/reliability.md: results of the fault matrix, the ledger and the soak.
 
-Owns: reliability.json beside the page, and the tables between the page's marks. Does not own:
-the sentences around them. Invariant: a cell that did not run says so.
+Figures collect in runs/reliability.json. The tables between the page's marks show what that file
+holds, so keep it until all rows of a table were played again. A cell that did not run says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stack import PHASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/reliability.md"
-FIGURES = ROOT / "docs/reliability.json"
+FIGURES = ROOT / "runs/reliability.json"
 ALL_FAULTS = (*FAULTS, *ON_HOSTS)
 ROWS = (
     *("redis", "launcher", "router", "server", "trainer", "rank", "runner"),
@@ -71,6 +71,7 @@ def _record(section: str, name: str, figures: Mapping[str, Any]) -> None:
 
 
 def _write(tree: Mapping[str, Any]) -> None:
+    FIGURES.parent.mkdir(exist_ok=True)
     FIGURES.write_text(json.dumps(tree, indent=1) + "\n")
     write_page()
 
@@ -92,10 +93,12 @@ def write_page() -> None:
         ("soak", _soak),
         ("hosts", _hosts),
     ):
+        if name not in tree:
+            continue
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
-        text = f"{before}{begin}\n{make(tree.get(name, {}))}\n\n{end}{after}"
+        text = f"{before}{begin}\n{make(tree[name])}\n\n{end}{after}"
     PAGE.write_text(text)
 
 
