@@ -41,4 +41,7 @@ def _shown(character: str) -> str:
         return character
     if unicodedata.category(character) == "Zs":
         return character
+    if character == "\x7f":
+        # Lines of JSON hold it as it is, and know no \x.
+        return "\\u007f"
     return character.encode("unicode_escape").decode()

@@ -103,31 +103,34 @@ def _openai_event(refusal: Refusal) -> bytes:
 OPENAI_ERRORS = ErrorForm(Refusal.envelope, _openai_event)
 
 
-_ESCAPE = re.compile(rb"\\(?:u([0-9a-fA-F]{4})|.)", re.DOTALL)
+_HALF_CHARS = 6
+_HIGH, _LOW = rb"[89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_SURROGATES = re.compile(
+    # It begins with letters, not with an alternative: the search for them is ten times as fast.
+    rb"\\u[dD](?:%b%b(?:\\u[dD]%b%b)*+|[89a-fA-F][0-9a-fA-F]{2})" % (_HIGH, _LOW, _HIGH, _LOW)
+)
+"""Whole pairs in a row, or half of one, if the first backslash is not itself escaped."""
 
 
 def not_json(body: bytes, why: object) -> Refusal:
     """The refusal of a body that is not JSON; half a surrogate pair in it is named."""
-    high: int | None = None
-    for match in _ESCAPE.finditer(body):
-        code = int(match[1], 16) if match[1] else 0
-        is_second = high is not None and high == match.start() - 6
-        if high is not None and not (is_second and 0xDC00 <= code < 0xE000):
-            return _half_pair(body, high)
-        if 0xDC00 <= code < 0xE000 and high is None:
-            return _half_pair(body, match.start())
-        high = match.start() if 0xD800 <= code < 0xDC00 else None
-    if high is not None:
-        return _half_pair(body, high)
+    end = 0
+    for match in _SURROGATES.finditer(body):
+        before, end = body[end : match.start()], match.end()
+        is_escaped = (len(before) - len(before.rstrip(b"\\"))) % 2 == 1
+        is_half = len(match[0]) == _HALF_CHARS
+        if is_half != is_escaped:
+            return _half_pair(body, match.start() + _HALF_CHARS * is_escaped)
     return Refusal(400, "invalid_json", f"the body is not JSON: {why}")
 
 
 def _half_pair(body: bytes, at: int) -> Refusal:
+    half = body[at : at + _HALF_CHARS].decode()
     return Refusal(
         400,
         "invalid_json",
-        f"the body holds {body[at : at + 6].decode()} at byte {at}, half a surrogate pair, which "
-        "is no character; send the whole pair, or U+FFFD in its place",
+        f"the body holds {half} at byte {at}, half a surrogate pair, which is no character; send "
+        "the whole pair, or U+FFFD in its place",
     )
 
 

@@ -112,11 +112,6 @@ class Cluster(RedisServers):
         for port in self.primaries:
             self._until(lambda port=port: self._num_known_replicas(port) == len(primaries))
 
-    def wait_until_whole(self, port: int) -> None:
-        """Until a node that was started again has its place back."""
-        num_nodes = len(self.primaries) + len(self.spares)
-        self._until(lambda: self._is_whole(port, num_nodes))
-
     def owner(self, slot: int, *, among: Sequence[int]) -> int:
         """The port of the primary of a slot, as one of the nodes `among` says it."""
         for port in among:

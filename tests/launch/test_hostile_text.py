@@ -1,6 +1,7 @@
 """No terminal obeys what a policy, an agent, an exception or a file wrote."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def test_text_is_shown_as_it_is_written(text: str) -> None:
     shown.encode()
     storable(text).encode()
     assert shown.startswith(text[:3]) or text[0] in "\x1b\x9b\u202e\u2028"
+
+
+@pytest.mark.parametrize("text", [chr(code) for code in range(160)] + HOSTILE)
+def test_a_line_of_json_stays_json(text: str) -> None:
+    """Escapes are those of JSON, so that `--json` can be read by a program."""
+    assert json.loads(printable(json.dumps(text))) == text
 
 
 @pytest.mark.parametrize("text", HARMLESS)

@@ -34,6 +34,8 @@ PAIRS = [
     (rb"\ud83d\ud83d\ude00", rb"\ud83d", 0),
     (rb"\ud83d\ude00\uDE00", rb"\uDE00", 12),
     (rb"\\\ud83d", rb"\ud83d", 2),
+    (rb"\\ud83d\ude00\ud83d\ude00", rb"\ude00", 7),
+    (rb"\ud83d\\ude00", rb"\ud83d", 0),
 ]
 
 

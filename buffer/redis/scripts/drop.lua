@@ -6,7 +6,7 @@
 --          would belong to the next batch and be sampled by this batch's weights
 -- Returns  {'ok'}; fence: not, or no longer, leased under this fence.
 -- Keeps    the credit is held or returned here, once; dropping twice is once; the slot of a group that
---          is dropped as stale or lost is played again.
+--          is dropped as stale is played again.
 
 allow_when_full()
 sweep_leases()

@@ -58,9 +58,6 @@ end
 -- start with this write, which is never refused.
 local function allow_when_full() redis.call('DEL', key('nothing')) end
 
--- Delete the turns of an episode, which nothing needs any more.
-local function delete_turns(e) redis.call('DEL', e .. ':turns') end
-
 -- Its turns go when nothing needs them any more: neither the list of failed episodes nor the archiver.
 local function free_episode(e)
   local f = redis.call('HMGET', e, 'kept', 'archiving')
@@ -68,7 +65,7 @@ local function free_episode(e)
     redis.call('HSET', e, 'freed', 1)
     return
   end
-  delete_turns(e)
+  redis.call('DEL', e .. ':turns')
   redis.call('PEXPIRE', e, RETENTION_MS)
 end
 
