@@ -31,6 +31,11 @@ _COUNTERS: dict[str, tuple[str, str]] = {
     "buffer/replaced/environment": ("replaced:environment", "attempts replaced, by cause"),
     "buffer/replaced/infrastructure": ("replaced:infrastructure", "attempts replaced, by cause"),
     "buffer/replaced/stale": ("replaced:stale", "attempts replaced, by cause"),
+    "buffer/failed_before_turns": (
+        "failed_before_turns",
+        "attempts without a reward that failed before their first turn: of the environment, or of "
+        "the agent before its first model call",
+    ),
     "buffer/train_attempts": ("train_attempts", "attempts given out for training"),
     "buffer/resultless_attempts": (
         "resultless_attempts",

@@ -80,7 +80,7 @@ class LiveEpisode:
         if opening is not None:
             self.affinity = Affinity(opening.episode_id, opening.task_id)
         self.num_asked = 0
-        """Turns that were asked of this process, recorded or not."""
+        """Model calls that were asked of this process, recorded or not."""
         self.last_server: str | None = None
         self.frozen_version: int | None = None
         """Which of the versions that servers keep it was given last, where it asks for any."""

@@ -243,7 +243,7 @@ class RunnerRoutes:
         """The number of model calls, those that were refused or have no answer yet included."""
         live = self._episodes.known(episode_id)
         num_asked = 0 if live is None else live.num_asked
-        return max(len(loaded.turns), num_asked) + sum(loaded.refusals.counts.values())
+        return max(len(loaded.turns) + sum(loaded.refusals.counts.values()), num_asked)
 
     async def reward(self, exchange: Exchange) -> None:
         """`POST /episodes/{id}/reward`: score an episode; 410 when its group has sealed."""

@@ -65,6 +65,7 @@ class TurnRoutes:
             try:
                 asked = await self._read(dialect, exchange, episode)
             except Refusal as refusal:
+                episode.num_asked += 1
                 await self._service.budgets.note(episode, refusal)
                 raise
             if asked is None:

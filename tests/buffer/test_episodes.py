@@ -202,6 +202,21 @@ async def test_failures_are_not_rewards(
     assert (await loop.claim()).reason == "admission"
 
 
+async def test_failures_before_the_first_turn_are_counted_apart(
+    start: Callable[..., Any], make_turn: Callable[..., Turn]
+) -> None:
+    """They are the agent's before its first model call, or of what an episode needs."""
+    loop = await start()
+    failed = {"outcome": "failed", "value": None}
+    for number, kind in enumerate(("environment", "environment", "infrastructure", "agent")):
+        (claim, *_) = (await loop.claim()).claims
+        episode_id = await loop.open(claim, f"e{number}")
+        if number == 0:
+            await loop.writer.append_turn(make_turn(episode_id))
+        await loop.close(episode_id, failure_kind=kind, **failed)
+    assert loop.reader.stats()["buffer/failed_before_turns"] == 1
+
+
 async def test_a_sealed_group_takes_nothing_more(
     start: Callable[..., Any], clock: Any, make_turn: Callable[..., Turn]
 ) -> None:

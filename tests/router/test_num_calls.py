@@ -27,3 +27,12 @@ async def test_calls_are_counted_from_their_beginning(stage) -> None:
     stage.server.gate.set()
     await call
     assert await count(stage, other) == 1
+
+
+async def test_a_refused_call_is_counted_once(stage) -> None:
+    """Whether it was refused as it was read, or as it was rendered."""
+    episode = await stage.open()
+    long = {**HI, "messages": [{"role": "user", "content": "word " * 20_000}]}
+    for number, body in enumerate([{**HI, "messages": []}, long, long, {**HI, "stop": [""]}], 1):
+        await stage.post("/v1/chat/completions", body, episode["api_key"])
+        assert await count(stage, episode) == number

@@ -36,6 +36,9 @@ if not bound then
 end
 local has_reward = f[5] or ARGV[5] ~= ''
 if ARGV[8] == '1' or (ARGV[7] ~= '' and not has_reward) then
+  if ARGV[7] == 'environment' and redis.call('EXISTS', e .. ':turns') == 0 then
+    count('failed_before_turns')
+  end
   lose_attempt(f[1], ARGV[7])
   return {'ok', 0, ''}
 end
