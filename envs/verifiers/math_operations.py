@@ -51,6 +51,8 @@ def _of_text(text: str) -> Iterator[str]:
         yield "a power of numbers"
     if _DOUBLE_MINUS.search(text):
         yield "a double minus"
+    if re.search(r"\{[vV]matrix\}", text):
+        yield "det"
     if "matrix}" in text and _MATRIX.sub("", text).strip():
         yield "something around a matrix"
     for pattern in (_FRACTION, _SHORT_FRACTION):
@@ -72,6 +74,7 @@ def _of_tree(tree: Any) -> Iterator[str]:
         yield from _of_all(tree)
     elif isinstance(tree, _CONTAINERS):
         yield from _of_all(tree.args)
+        yield from _of_container(tree)
     elif isinstance(tree, sympy.Add):
         yield from _of_sum(tree)
     elif isinstance(tree, sympy.Mul):
@@ -82,6 +85,18 @@ def _of_tree(tree: Any) -> Iterator[str]:
         yield from _of_power(sympy.E, tree.args[0])
     elif isinstance(tree, sympy.Basic) and tree.args:
         yield from _of_other(tree)
+
+
+def _of_container(tree: Any) -> Iterator[str]:
+    """Of a union whose parts come together, and of a relation that is not solved."""
+    if isinstance(tree, sympy.Union):
+        value = sympy.Union(*tree.args)
+        if not isinstance(value, sympy.Union) or len(value.args) < len(tree.args):
+            yield "a union that comes together"
+    elif isinstance(tree, sympy.core.relational.Relational) and len(tree.free_symbols) == 1:
+        solved = (sympy.Symbol, sympy.core.function.AppliedUndef)
+        if not any(isinstance(side, solved) for side in tree.args):
+            yield "a relation to solve"
 
 
 def _of_all(parts: Iterable[Any]) -> Iterator[str]:
@@ -193,6 +208,10 @@ def _of_power(base: Any, exponent: Any) -> Iterator[str]:
     yield from _of_all([base, exponent])
     if base.free_symbols or exponent.free_symbols:
         number = _value(exponent)
+        if number == 0:
+            yield "a power that comes out"
+        if isinstance(base, sympy.Pow) and number.is_Integer and _value(base.exp).is_Integer:
+            yield "a power of a power"
         if base.free_symbols and number.is_number and number.is_negative:
             yield "a division by symbols"
         return
