@@ -15,11 +15,15 @@ _FENCE = re.compile(
     r"(?P<prefix>[ \t>]*(?:(?:[-*+]|\d{1,3}[.)])[ \t]+)?)(?P<fence>`{3,}|~{3,})"
     r"(?P<info>[^`\n\r]*)[\n\r]*\Z"
 )
+_GLUED = re.compile(r"^([^`\n]*[^`\s])(`{3,}\w*)[ \t\r]*$", re.MULTILINE)
+"""A fence that opens at the end of a sentence."""
 _LANGUAGE = re.compile(r"[{. \t]*(\w*)")
 _ONE_LINE = re.compile(r"```(?:(?:python3?|py)\s)?([^`]+)```")
 _TRIPLE_QUOTE = re.compile(r"\"\"\"|'''")
 _LOOKS_LIKE_CODE = re.compile(r"\s|#|@|(?:import|from|def|class|async|for|while|if|print)\b")
 _PYTHON = ("python", "py", "python3")
+_MARKDOWN = ("markdown", "md")
+_END_OF_REASONING = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,20 @@ def find_code(text: str, is_wanted: Callable[[str], bool]) -> str:
     """Find the code in a text: all of it, if it has no fence.
 
     A fence that is never closed reaches to the end. A fence without a partner at the end closes the
-    text before it. The indent of a fence is taken from its block.
+    text before it. The indent of a fence is taken from its block. Reasoning before `</think>` is
+    skipped if a block that the verifier can use follows.
 
     Args:
         is_wanted: whether the verifier can use a block.
     """
+    _, found_end, after = text.rpartition(_END_OF_REASONING)
+    if found_end and is_wanted(code := find_code(after, is_wanted)):
+        return code
     blocks = _blocks(text, is_wanted)
+    glued = _GLUED.search(text)
+    if glued and glued.start(2) == text.find("```"):
+        apart = _blocks(_GLUED.sub(r"\1\n\2", text), is_wanted)
+        blocks = apart if any(is_wanted(one.code) for one in apart) else blocks
     if not blocks:
         return text
     ranks = (
@@ -69,7 +81,9 @@ def _blocks(text: str, is_wanted: Callable[[str], bool]) -> list[_Block]:
             if not "".join(body).strip() or _is_code(before, is_wanted):
                 return [_Block("", before)]
         code = "".join(body)
-        if code.strip() or not blocks:
+        if language[1].lower() in _MARKDOWN and (inner := _blocks(code, is_wanted)):
+            blocks += inner
+        elif code.strip() or not blocks:
             blocks.append(_Block(language[1].lower(), code))
         index = end + 1
     if not blocks:
@@ -102,7 +116,13 @@ def _body(lines: list[str], start: int, opening: re.Match[str]) -> tuple[int, li
         for found in _TRIPLE_QUOTE.findall(line):
             quote = "" if quote == found else quote or found
     # A quote that never ends says nothing about fences.
-    return first if quote and first is not None else (len(lines), body)
+    if quote and first is not None:
+        return first
+    for index, line in enumerate(body):
+        # Words may follow a fence that closes, if nothing else does.
+        if line.startswith(fence) and (line[len(fence) :].strip()):
+            return start + 1 + index, body[:index]
+    return len(lines), body
 
 
 def _indent(line: str) -> int:

@@ -207,13 +207,7 @@ def _is_scientific(factors: list[Any]) -> bool:
 def _of_power(base: Any, exponent: Any) -> Iterator[str]:
     yield from _of_all([base, exponent])
     if base.free_symbols or exponent.free_symbols:
-        number = _value(exponent)
-        if number == 0:
-            yield "a power that comes out"
-        if isinstance(base, sympy.Pow) and number.is_Integer and _value(base.exp).is_Integer:
-            yield "a power of a power"
-        if base.free_symbols and number.is_number and number.is_negative:
-            yield "a division by symbols"
+        yield from _of_power_of_symbols(base, _value(exponent))
         return
     base_value, number = _value(base), _value(exponent)
     if number == -1 and isinstance(base_value, sympy.Integer):
@@ -231,6 +225,15 @@ def _of_power(base: Any, exponent: Any) -> Iterator[str]:
             yield "a root of a sum"
     elif isinstance(number, sympy.Integer) and number != -1:
         yield "a power of numbers"
+
+
+def _of_power_of_symbols(base: Any, exponent: Any) -> Iterator[str]:
+    if exponent == 0:
+        yield "a power that comes out"
+    if isinstance(base, sympy.Pow) and exponent.is_Integer and _value(base.exp).is_Integer:
+        yield "a power of a power"
+    if base.free_symbols and exponent.is_number and exponent.is_negative:
+        yield "a division by symbols"
 
 
 def _of_root(radicand: Any, exponent: Any) -> Iterator[str]:

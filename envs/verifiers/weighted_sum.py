@@ -49,6 +49,27 @@ class Weighted:
             total += weight * value
         return Reward(value=total, components=components)
 
+    def check_task(self, task: Task) -> None:
+        """Let each part look at a task, if it has `check_task`.
+
+        Raises:
+            EnvironmentFailure: a part cannot judge it.
+        """
+        for verifier, _ in self._parts.values():
+            if hasattr(type(verifier), "check_task"):
+                verifier.check_task(task)  # type: ignore[attr-defined]
+
+    async def check_sandbox(self) -> None:
+        """Open the sandbox of each part that has one, as the first verification does.
+
+        Raises:
+            SettingsError: this machine does not support it.
+            EnvironmentFailure: it supports it and cannot open a session.
+        """
+        for verifier, _ in self._parts.values():
+            if hasattr(type(verifier), "check_sandbox"):
+                await verifier.check_sandbox()  # type: ignore[attr-defined]
+
     async def tear_down(self) -> None:
         """Call `tear_down` of the parts that have one."""
         for verifier, _ in self._parts.values():

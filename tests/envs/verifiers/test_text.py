@@ -189,6 +189,14 @@ PROGRAM = "a, b = map(int, input().split())\nprint(a + b)\n"
         f'```python\n"""Adds.\n\n```\n1 2\n```\n"""\n{PROGRAM}```\nDone.',
         f'```python\ndef f():\n    """\n    ```\n    x\n    ```\n    """\n{PROGRAM}```\nDone.',
         "```python print(sum(map(int, input().split())))```",
+        f"Here it is:```python\n{PROGRAM}```",
+        f"Here it is:```python\n{PROGRAM}```\nExample:```python\nprint(3)\n```",
+        f"```python\n{PROGRAM}``` That is all.\n",
+        f"```python\n{PROGRAM}```<|im_end|>",
+        f"````markdown\n```python\n{PROGRAM}```\n````",
+        f"<think>Perhaps ```python\nprint(input())\n``` no.</think>\n```python\n{PROGRAM}```",
+        f"<think>\n```python\nprint(input())</think>\n{PROGRAM}",
+        f"<think>\n```python\n{PROGRAM}```\n</think>\nDone.",
     ],
 )
 def test_code_is_read_as_models_write_it(answer: str) -> None:
