@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import cmath
 import importlib
 import json
+import math
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from decimal import Decimal
 from typing import Any
 
 from .serialization import MessageSocket, decode, encode
@@ -47,6 +50,8 @@ class Code:
         self.changes_arguments = False
         """Whether every call changes the tests' arguments as the code changed its own."""
         self.takes_nan = False
+        self.takes_infinity = False
+        """Of two infinities, the difference is not a number."""
         self.is_away = False
         """True: every question fails, as if the code were gone."""
 
@@ -96,8 +101,10 @@ class Code:
             else:
                 raised = None
                 value = decode(answer["value"], self._find)
-                if not self.takes_nan and _has_nan(value):
+                if not self.takes_nan and _has(_is_nan, value):
                     raise ValueError("it gave a value that is not a number")
+                if not self.takes_infinity and _has(_is_infinite, value):
+                    raise ValueError("it gave an infinite value")
                 if (changes or self.changes_arguments) and answer.get("changed") is not None:
                     _change(arguments, decode(answer["changed"], self._find))
         except Exception as error:  # noqa: BLE001 - a process boundary: it may have sent anything
@@ -155,6 +162,9 @@ class StandIn:
             raise CodeFailed("the code under test gave no items")
         return iter(found)
 
+    def __next__(self) -> Any:
+        return self._special("__next__")
+
     def __contains__(self, item: object) -> bool:
         # Decided here, so that the other side does not learn what is looked for.
         return item in list(self)
@@ -207,13 +217,24 @@ def _change(mine: list[Any], theirs: list[Any]) -> None:
             old.update(new)
 
 
-def _has_nan(value: Any) -> bool:
-    """Whether a value holds one that is not equal to itself: it is neither below nor above any."""
+def _has(is_bad: Callable[[Any], bool], value: Any) -> bool:
+    """Whether a value is a bad one, or holds one."""
     if isinstance(value, dict):
-        return any(_has_nan(key) or _has_nan(item) for key, item in value.items())
+        return any(_has(is_bad, key) or _has(is_bad, item) for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return any(map(_has_nan, value))
-    return type(value) is not StandIn and bool(value != value)
+        return any(_has(is_bad, item) for item in value)
+    return type(value) is not StandIn and is_bad(value)
+
+
+def _is_nan(value: Any) -> bool:
+    """Whether it is not equal to itself: it is neither below nor above any."""
+    return bool(value != value)
+
+
+def _is_infinite(value: Any) -> bool:
+    if isinstance(value, complex):
+        return cmath.isinf(value)
+    return isinstance(value, (float, Decimal)) and math.isinf(value)
 
 
 class _Statements(ast.NodeTransformer):
@@ -231,6 +252,10 @@ class _Statements(ast.NodeTransformer):
 _IN_PLACE = "__in_place__"
 _NAN = re.compile(r"(?<![a-z])(?:is_?)?nan(?![a-z])", re.IGNORECASE)
 """Tests that speak of NaN may get it."""
+_INFINITY = re.compile(
+    r"(?<![a-z])(?:is_?|neg|pos|n|p)?inf(?![a-z])|infinit|finite|e\+?\d{3}", re.IGNORECASE
+)
+"""Tests that speak of infinity may get one."""
 
 
 def _in_place(function: Any) -> Any:
@@ -269,6 +294,7 @@ def run(job: dict[str, Any], code: Code) -> dict[str, Any]:
         raise BadTests(f"they are no Python: {error}") from error
     code.changes_arguments = job["changes_arguments"]
     code.takes_nan = any(_NAN.search(test) for test, _ in job["tests"])
+    code.takes_infinity = any(_INFINITY.search(test) for test, _ in job["tests"])
     defined = set(code.names())
     entry_point = job["entry_point"]
     if entry_point and entry_point not in defined:

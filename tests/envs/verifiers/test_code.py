@@ -131,6 +131,7 @@ async def test_objects_work_across_the_wall(judge: Judge) -> None:
         "box = Box(2)\nbox.put('a', (1, {2.5: {3}}))\nassert box.get('a') == (1, {2.5: {3}})",
         "assert Box(3).size == 3 and len(Box(3)) == 0",
         "values = [3, 1]\nsort(values)\nassert values == [1, 3]",
+        "some = count(3)\nassert next(some) == 0 and next(some) == 1 and list(some) == [2]",
         "assert list(count(3)) == [0, 1, 2] and 2 in count(3) and 5 not in count(3)",
         "try:\n    Box(1).get('b')\nexcept KeyError:\n    pass\nelse:\n    assert False",
         "import math\nassert math.isnan(Box(float('nan')).size)",
@@ -257,6 +258,20 @@ async def test_a_value_that_compares_with_nothing_is_wrong(
     test = "x = f(1)\nx = x[-1] if isinstance(x, list) else x\nassert not x > 2 and not x < 2"
     assert await judge(unit_tests, f"def f(x): return {value}", test=test) == 0.0
     assert await judge(unit_tests, "def f(x): return 2", test=test) == 1.0
+
+
+@pytest.mark.parametrize(
+    "value", ["float('inf')", "-1e999", "__import__('decimal').Decimal('Infinity')", "1e999j"]
+)
+async def test_an_infinity_is_wrong_where_the_tests_speak_of_none(
+    judge: Judge, unit_tests: UnitTests, value: str
+) -> None:
+    """The difference of two is not a number, and passes tests of what a value must not be."""
+    code = f"def f(x): return {value}"
+    test = "assert f(1) == f(1)\nassert not abs(f(1) - f(2)) > 1e-6"
+    assert await judge(unit_tests, code, test=test) == 0.0
+    spoken = f"import math\nassert f(1) == {value}  # inf"
+    assert await judge(unit_tests, code, test=spoken) == 1.0
 
 
 async def test_a_failure_that_the_tests_hand_on_is_the_codes(

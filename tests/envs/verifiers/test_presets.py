@@ -6,11 +6,13 @@ import time
 
 import pytest
 
-from outloop.buffer.errors import SettingsError
+from outloop.buffer.errors import EnvironmentFailure, SettingsError
 from outloop.buffer.records import Task
 from outloop.buffer.settings.env import EnvSettings
 from outloop.envs.command_agent.verifier import load_verifier, verify
+from outloop.envs.verifiers import presets
 from outloop.envs.verifiers.result import Result
+from outloop.envs.verifiers.weighted_sum import Weighted
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,22 @@ def test_a_task_that_cannot_be_judged_is_refused_before_the_start(
     verifier.check_tasks((Task(task_id="good", payload=good),))
     with pytest.raises(SettingsError, match="task_id='bad'"):
         verifier.check_tasks((Task(task_id="bad", payload=payload),))
+    weighted = Weighted({"code": (getattr(presets, name), 1.0), "exact": (presets.exact, 0.1)})
+    weighted.check_task(Task(task_id="good", payload=good))
+    with pytest.raises(EnvironmentFailure, match="task_id='bad'"):
+        weighted.check_task(Task(task_id="bad", payload=payload))
+
+
+async def test_a_sum_opens_the_sandbox_of_its_parts() -> None:
+    """What a part cannot open is known before the start."""
+
+    class NoSandbox:
+        async def check_sandbox(self) -> None:
+            raise SettingsError("no sandbox here")
+
+        async def __call__(self, task: Task, result: Result) -> float:
+            return 1.0
+
+    await Weighted({"exact": (presets.exact, 1.0)}).check_sandbox()
+    with pytest.raises(SettingsError, match="no sandbox here"):
+        await Weighted({"exact": (presets.exact, 1.0), "code": (NoSandbox(), 1.0)}).check_sandbox()
