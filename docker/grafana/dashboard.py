@@ -49,8 +49,7 @@ ROWS: dict[str, list[tuple[str, str, dict[str, str]]]] = {
                                 "depth": f"outloop_buffer_pipeline_depth{RUN}"}),
         ("Dropped groups", "short", {
             why: f"outloop_buffer_dropped_{why}{RUN}"
-            for why in ("stale", "no_signal", "failed", "overlong", "malformed", "filtered",
-                        "lost")}),
+            for why in ("stale", "no_signal", "failed", "overlong", "malformed", "filtered")}),
         ("Attempts without a result", "percentunit",
          {"share": f"outloop_buffer_replaced_share{RUN}"}),
     ],

@@ -176,7 +176,7 @@ def test_a_secret_that_is_not_there_is_a_sentence(
     run = make_run(load_settings(workspace / "run.toml"))
     damage(workspace / "keys/redis_password")
     with pytest.raises(
-        SettingsError, match=f"redis_password_file='keys/redis_password'.*{sentence}"
+        SettingsError, match=f"redis_password_file='.*keys/redis_password'.*{sentence}"
     ):
         load_run(run.dir)
     # A process that needs no secret, a runner, is not in its way.

@@ -39,7 +39,9 @@ def wait_for(path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_the_run_stop_in_order(number: signal.Signals, tmp_path: Path) -> None:
     """SIGHUP too."""
-    with subprocess.Popen([sys.executable, "-c", LAUNCHER], cwd=tmp_path) as process:
+    # Whoever runs the tests may ignore the signal.
+    usual = ["env", "--default-signal=HUP,INT,TERM", sys.executable, "-c", LAUNCHER]
+    with subprocess.Popen(usual, cwd=tmp_path) as process:
         wait_for(tmp_path / "ready")
         process.send_signal(number)
         assert process.wait(30) == 0
@@ -50,6 +52,7 @@ def test_a_terminal_that_closes_lets_the_run_stop_in_order(tmp_path: Path) -> No
     """The kernel sends SIGHUP, and writing to the terminal fails from then on."""
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.chdir(tmp_path)
         os.execv(sys.executable, [sys.executable, "-c", LAUNCHER])
     wait_for(tmp_path / "ready")

@@ -107,7 +107,10 @@ def test_sources_of_the_settings_reach_the_advantage() -> None:
 @pytest.mark.parametrize(
     ("trainer", "words"),
     [
-        ({"sources": {"hrad": {}}}, "trainer.sources.hrad: env.tasks has easy, hard"),
+        (
+            {"sources": {"hrad": {}}},
+            "trainer.sources.hrad: did you mean 'hard'",
+        ),
         ({"sources": {"hard": {}}, "advantage": "gae"}, "an advantage of one group"),
         (
             {"sources": {"hard": {"loss": "sft", "advantage": "grpo"}}},

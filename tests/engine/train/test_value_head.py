@@ -87,11 +87,18 @@ def test_a_run_goes_on_with_its_head(setup: MakeRun) -> None:
 
 @pytest.mark.medium
 def test_a_refused_update_leaves_the_head(setup: MakeRun) -> None:
-    """A reward too large for a gradient: neither the head nor the policy is touched."""
-    made = setup(trainer=with_a_head(critic={"normalizes_advantages": False}))
-    made.buffer.reward_of = lambda token: 1e25
-    before = weights(made.policy)
-    with pytest.raises(UpdateRefused, match="head is|grad_norm"):
+    """A value loss too large for a gradient at step 2: neither head nor policy is touched."""
+    critic = {"normalizes_advantages": False, "value_coefficient": 1e30}
+    made = setup(trainer=with_a_head(critic=critic))
+    before: list[torch.Tensor] = []
+
+    def reward_of(token: int) -> float:
+        if made.policy.scheduler.num_steps == 1:
+            before[:] = weights(made.policy)
+        return 1e12
+
+    made.buffer.reward_of = reward_of
+    with pytest.raises(UpdateRefused, match="step 2: grad_norm"):
         made.train()
     after = weights(made.policy)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
