@@ -370,6 +370,8 @@ def _number(name: str, number: Any) -> float:
     """
     # A numpy.float64 is a float, which msgspec does not encode.
     given = number.item() if getattr(number, "shape", None) == () else number
+    if number is np.ma.masked or isinstance(number, np.timedelta64):
+        given = None  # numpy gives 0.0 for a value that is masked out, and counts of any unit.
     if isinstance(given, bool) or not isinstance(given, numbers.Real | Decimal):
         raise RecordError(
             f"reward {name}={number!r} is a {type(number).__name__}; "

@@ -20,6 +20,7 @@ import structlog
 from outloop.buffer.errors import RecordError, SettingsError
 from outloop.buffer.records import Outcome, Task
 from outloop.buffer.settings.env import EnvSettings
+from outloop.buffer.user_code import text_of
 from outloop.envs.rollout.clients import Clients
 from outloop.envs.rollout.episode import Episode
 from outloop.envs.rollout.episode_result import EpisodeResult, failed, without_reward
@@ -91,7 +92,10 @@ class Player:
 
     async def play(self, job: Job) -> EpisodeResult:
         """Play one episode to its end or its deadline."""
-        return await self.play_by(self.rollout.call, self.open(job), job.number)
+        try:
+            return await self.play_by(self.rollout.call, self.open(job), job.number)
+        except Exception as error:  # noqa: BLE001 - each job has a result, whatever fails here
+            return failed(error, "environment")
 
     async def play_by(
         self, function: Callable[..., Any], episode: Episode, number: int
@@ -132,6 +136,12 @@ class Player:
             reward = episode.scores.reward(returned, "play")
         except RecordError as error:
             return without_reward(error)
+        except Exception as error:  # noqa: BLE001 - the user's object may raise anything when read
+            unreadable = RecordError(
+                f"play returned a {type(returned).__name__} that cannot be read as a reward: "
+                f"{type(error).__name__}: {text_of(error)}; return a float"
+            )
+            return without_reward(unreadable)
         return EpisodeResult(outcome="completed", reward=reward)
 
     def ending_of(

@@ -105,11 +105,7 @@ class Worker:
 
     async def _play(self, job: Job) -> None:
         assert self._player is not None
-        try:
-            ending = await self._player.play(job)
-        except Exception as error:  # noqa: BLE001 - each job has a result, whatever fails here
-            ending = failed(error, "environment")
-        self._end(job.number, ending)
+        self._end(job.number, await self._player.play(job))
 
     async def _play_batch(self, jobs: tuple[Job, ...], num_calls: int) -> None:
         assert self._player is not None

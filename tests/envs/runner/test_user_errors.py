@@ -98,6 +98,55 @@ async def test_what_play_raises_is_its_own_episodes_failure(
     assert [close["outcome"] for close in rest] == ["completed"] * 4
 
 
+UNREADABLE = """
+import torch
+
+
+class Lazy(dict):
+    def items(self):
+        raise RuntimeError("its file is gone")
+
+
+class Name:
+    def __str__(self):
+        raise RuntimeError("no name")
+
+
+class Lost(float):
+    def item(self):
+        raise RuntimeError("the device is lost")
+
+    shape = ()
+
+
+RETURNED = [torch.ones((), device="meta"), Lazy(right=1.0), {Name(): 1.0}, Lost(1.0), 1.0, 1.0]
+
+
+{define}:
+    return RETURNED[int(episode.episode_id.removeprefix("ep-"))]
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("style", STYLES)
+async def test_a_reward_that_cannot_be_read_fails_its_own_attempt(
+    style: str, num_workers: int, router: Any, play_with: PlayWith
+) -> None:
+    """At once, for the environment, with what it raised; the other attempts complete."""
+    router.num_episodes = 6
+    await play_with(
+        router,
+        UNREADABLE.replace("{define}", STYLES[style]),
+        timeout_s=60,
+        rollout_function_path="user:rollout" if style == "batch" else "user:play",
+        num_workers=num_workers,
+        max_failed_share=1.0,
+    )
+    closes = [router.closes[f"ep-{number}"] for number in range(6)]
+    assert [close["failure_kind"] for close in closes] == ["environment"] * 4 + [None] * 2
+    assert all("cannot be read as a reward: " in close["error"] for close in closes[:4])
+
+
 def code(body: str) -> str:
     """The statement of an entry of ERRORS."""
     named = {
