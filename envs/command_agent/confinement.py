@@ -131,12 +131,20 @@ class Confinement:
         return {"HOME": str(folder), "TMPDIR": "/tmp"}
 
     def check_named(self) -> None:
-        """Refuse names in env.agent_read_only of which there is nothing.
+        """Refuse names in env.agent_read_only of which there is nothing, or which stays hidden.
 
         Raises:
             SettingsError: which.
         """
+        hidden = {path.resolve() for path in self._hidden}
         for path in self._named:
+            if path in hidden:
+                raise SettingsError(
+                    f"env.agent_read_only: {str(path)!r} stays hidden from agents: it is the "
+                    "project's history or its .env, holds tasks, the verifier or the keys of a run "
+                    "(secrets.json), or is a run's folder; copy what the agent needs to another "
+                    "place, and name that"
+                )
             if not path.exists():
                 raise SettingsError(
                     f"env.agent_read_only: there is no {str(path)!r}; files and folders that are "

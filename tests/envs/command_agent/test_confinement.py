@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from outloop.buffer.errors import SettingsError
 from outloop.buffer.settings import Settings
+from outloop.envs.command_agent.agent import CommandAgent
+from outloop.envs.command_agent.confinement import hidden_paths
 from outloop.envs.runner.runner import run
 
 CHECKS = """
@@ -239,6 +242,23 @@ def test_a_hostile_program_of_a_user_reaches_nothing() -> None:
             check=False,
         )
     assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+@pytest.mark.parametrize("name", [".git", ".env", "runs", "named/old-run", "checks.py"])
+def test_a_name_that_stays_hidden_is_refused(
+    project: Path, make_settings: Callable[..., Settings], name: str
+) -> None:
+    """A name in the settings that shows nothing does not pass without a word."""
+    settings = make_settings(
+        rollout_function_path=None,
+        tasks="checks:tasks",
+        agent_command=f"{sys.executable} -S agent.py {{task_file}}",
+        verifier="checks:verify",
+        agent_read_only=["named", name],
+    )
+    hidden = [*hidden_paths(settings), project / "runs"]
+    with pytest.raises(SettingsError, match="stays hidden"):
+        CommandAgent(settings.env, hidden).check_tasks(())
 
 
 WAITING = """
