@@ -30,7 +30,7 @@ _NOT_THE_USERS = tuple(
     str(folder)
     for folder in {
         *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
-        *(Path(__file__).parents[1], Path(__file__).resolve().parents[1]),
+        *(Path(__file__).parents[2], Path(__file__).resolve().parents[1]),
     }
 )
 

@@ -31,6 +31,7 @@ ERRORS = {
     "next_in_a_thread": "StopIteration",
     "raise ValueError('file ' + os.fsdecode(b'caf\\xe9'))": r"ValueError: file caf\udce9",
     "raise Speechless": "Speechless: (its __str__ raised RuntimeError)",
+    "one_line(None)": "AttributeError",
     "raise UnicodeEncodeError('ascii', 'é', 0, 1, '\\ud800')": "UnicodeEncodeError",
 }
 SOURCE = """
@@ -38,6 +39,7 @@ import asyncio
 import os
 import sys
 from pathlib import Path
+from outloop.buffer.foreign_text import one_line
 
 
 class Speechless(Exception):
