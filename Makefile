@@ -23,6 +23,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # What a wheel could lack: modules, Lua scripts, settings, programs started by path.
 WHEEL_TESTS := tests/test_imports.py tests/test_settings.py tests/buffer/test_claims.py tests/buffer/test_join.py tests/contract tests/launch tests/envs/runner/test_worker_pool.py tests/envs/sandbox/test_sessions.py tests/view/test_app.py
 
+# The targets, each with the first words of the comment above it.
+.PHONY: help
+help:
+	@awk '/^# / { text = text (text == "" ? "" : " ") substr($$0, 3); next } \
+	  /^\.PHONY|^[A-Z_]+ [:?]?=|^[a-z-]+: [A-Z]+ =/ { next } \
+	  /^[a-z-]+:/ { sub(/[.:;] .*|[.:;]$$/, "", text); \
+	    printf "%-20s %s\n", substr($$0, 1, index($$0, ":") - 1), text } \
+	  { text = "" }' Makefile
+
+# This checkout and all that it needs, into .venv.
 install: $(STAMP)
 
 # torch first and by its exact version: a range would pull the newest CUDA build.
@@ -84,6 +94,7 @@ sglang-runs:
 test-mixture: venv-sglang
 	$(SGLANG_TESTS) tests/e2e/test_mixture.py
 
+# Warm start and training of an example, with its curve; under 4 minutes once all is installed.
 demo: $(STAMP)
 	SEEDS=$(SEEDS) $(BIN)/python examples/demo.py $(EXAMPLE)
 
@@ -106,6 +117,7 @@ check: lint bwrap
 # All but the slow tests: under 10 minutes on two cores.
 test: lint test-checkout
 
+# Format, lint, types, and which layer imports which.
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -118,23 +130,25 @@ docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docker/grafana/dashboard.py
 
-# The documentation as a site in build/docs-site; a link that leads nowhere fails it.
 SITE := .venv-site
 $(SITE)/.installed: Makefile
 	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
 	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check mkdocs==1.6.1 mkdocs-material==9.8.1
 	touch $@
 
+# The documentation as a site in build/docs-site; a link that leads nowhere fails it.
 .PHONY: site
 site: $(SITE)/.installed
 	$(SITE)/bin/python docs/site/build.py build
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --config-file build/mkdocs.yml
 	@echo "build/docs-site/index.html"
 
+# The code as the formatter and the linter want it.
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The tests of `make test`, without lint.
 test-checkout: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python $(PYTEST) tests -m "$(HERE) and not slow"
 
@@ -164,6 +178,7 @@ slurm:
 	    echo "no slurmctld on PATH; install it, for example: sudo $(SLURM_INSTALL)" >&2; \
 	    exit 1; \
 	  fi; }
+# Runs on a Slurm of this machine.
 test-slurm: $(STAMP) slurm
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slurm tests/launch/deploy/test_slurm_cluster.py
 
@@ -219,6 +234,7 @@ $(CLIENTS)/.installed: Makefile
 	npm install --silent --no-fund --no-audit --prefix $(CLIENTS) @openai/codex @qwen-code/qwen-code js-tiktoken ai @ai-sdk/openai @ai-sdk/anthropic @anthropic-ai/sdk openai @langchain/openai @langchain/core @anthropic-ai/claude-code
 	touch $@
 
+# Agents and SDKs that others wrote, as they are released.
 test-clients: $(STAMP) $(CLIENTS)/.installed
 	OUTLOOP_CLIENTS_PYTHON=$(CURDIR)/$(CLIENTS)/bin/python OUTLOOP_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node_modules OUTLOOP_CODEX=$(CURDIR)/$(CLIENTS)/node_modules/.bin/codex OUTLOOP_QWEN=$(CURDIR)/$(CLIENTS)/node_modules/.bin/qwen OUTLOOP_CLAUDE=$(CURDIR)/$(CLIENTS)/node_modules/.bin/claude OUTLOOP_JS_TIKTOKEN=$(CURDIR)/$(CLIENTS)/node_modules/js-tiktoken $(BIN)/python -m pytest -m clients tests/router/test_clients.py tests/router/test_offers.py tests/router/test_families.py tests/examples/test_third_party.py tests/examples/test_software.py
 
@@ -247,6 +263,7 @@ $(NEMO_GYM)/.installed: Makefile
 	  $(NEMO_GYM)/bin/python -m pip install --quiet --disable-pip-version-check --ignore-requires-python nemo-gym==0.7.0
 	touch $@
 
+# Adapters and verifiers beside the libraries that they are for.
 .PHONY: test-adapters
 test-adapters: $(STAMP) $(ADAPTERS)/.installed $(VERIFIERS)/.installed $(NEMO_GYM)/.installed
 	OUTLOOP_NEMO_GYM_PYTHON=$(CURDIR)/$(NEMO_GYM)/bin/python OUTLOOP_OPENENV_PYTHON=$(CURDIR)/$(ADAPTERS)/bin/python OUTLOOP_VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python $(BIN)/python -m pytest -m clients tests/envs/adapters
@@ -258,6 +275,7 @@ $(TRACKERS)/.installed: Makefile
 	$(TRACKERS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[view,tensorboard,otlp]' wandb==0.31.0 mlflow==3.17.2 trackio==0.43.0
 	touch $@
 
+# Trackers beside the services' own libraries.
 .PHONY: test-trackers
 test-trackers: $(STAMP) $(TRACKERS)/.installed
 	OUTLOOP_TRACKERS_PYTHON=$(CURDIR)/$(TRACKERS)/bin/python $(BIN)/python -m pytest -m clients tests/buffer/trackers
@@ -287,7 +305,7 @@ IMAGE ?= python:3.11-slim
 test-container: $(STAMP)
 	OUTLOOP_SANDBOX_IMAGE=$(IMAGE) $(BIN)/python -m pytest -m container tests/envs/sandbox
 
-# chaos: the buffer between stand-ins. forked: real parts, killed at named calls. whole: with launcher.
+# Kills at many places. chaos: the buffer between stand-ins. forked: real parts, killed at named calls. whole: with launcher.
 # Three programs that mostly wait, beside each other; each line says whose it is.
 test-chaos: $(STAMP)
 	$(MAKE) --jobs=3 --keep-going chaos-chaos chaos-forked chaos-whole
@@ -306,6 +324,7 @@ $(AUDIT)/.installed: Makefile
 	test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
 	$(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1 cyclonedx-bom==7.5.0
 	touch $@
+# What is installed, as a bill of materials.
 .PHONY: sbom audit
 sbom: $(AUDIT)/.installed
 	mkdir -p build
@@ -320,16 +339,19 @@ audit: sbom
 .PHONY: test-faults test-ledger test-hosts soak
 test-faults: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/matrix.py $(if $(PARTS),--parts $(PARTS)) $(if $(ALL_PHASES),--all-phases)
+# Attempts that are accounted for under kills; KILLS=50.
 test-ledger: KILLS = 50
 test-ledger: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/whole.py --first-seed 7 --seeds 1 --steps 100000 --kills $(KILLS) --timeout-s 3600 --ledger
 # Network namespaces; says so where it is not root.
 test-hosts: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/several_hosts.py
+# A long run under kills; MINUTES=60.
 soak: MINUTES = 60
 soak: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python -u tests/chaos/soak.py --minutes $(MINUTES)
 
+# What the loop costs beside model work.
 bench-loop: $(STAMP)
 	$(BIN)/python tests/bench/loop.py
 
@@ -338,10 +360,12 @@ bench-envs: $(STAMP) bwrap
 	$(ONE_THREAD) $(BIN)/python tests/bench/envs.py
 	$(ONE_THREAD) $(BIN)/python tests/bench/envs_runner.py
 
+# Sandboxes alone, of `make bench-envs`.
 .PHONY: bench-sandbox
 bench-sandbox: $(STAMP) bwrap
 	PARTS=sandbox,environments $(ONE_THREAD) $(BIN)/python tests/bench/envs.py
 
+# The buffer beside raw, pipelined redis-py.
 bench-buffer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/buffer.py
 
@@ -351,9 +375,11 @@ bench-slots: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/slots.py
 
 
+# The page of `outloop view` over many episodes.
 bench-view: $(STAMP) chromium
 	$(BIN)/python tests/bench/view.py
 
+# Moving weights beside plain copies of the same bytes.
 bench-publish: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/publish.py
 
@@ -361,6 +387,7 @@ bench-publish: $(STAMP)
 gpu-check: $(STAMP)
 	$(BIN)/python tests/gpu/check.py
 
+# A step of the trainer beside a plain PyTorch loop.
 bench-trainer: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/trainer.py
 
@@ -372,10 +399,12 @@ $(BENCH)/.installed: Makefile
 	$(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check orjson setproctitle 'litellm[proxy]'
 	touch $@
 
+# The router's turns a second, beside other proxies.
 .PHONY: bench-router
 bench-router: $(STAMP) $(BENCH)/.installed
 	$(ONE_THREAD) $(BIN)/python tests/bench/router.py
 
+# A router in front of many servers, and a publish to many.
 .PHONY: bench-fleet
 bench-fleet: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python tests/bench/fleet.py
@@ -401,5 +430,6 @@ bench-async: $(STAMP)
 bench-async-rewards: $(STAMP)
 	REWARDS=1 LEVELS=sync,4 SEEDS=10 STEPS=24 SCALE=0.25 KEEP=1 $(ONE_THREAD) $(BIN)/python tests/bench/asynchrony.py
 
+# What builds, tests and runs wrote here.
 clean:
 	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -377,9 +377,9 @@ class Runner:
         sentence = ""
         if refusals.counts:
             code = max(refusals.counts, key=refusals.counts.__getitem__)
+            which = "episode" if self._num_silent == 1 else f"{self._num_silent} episodes"
             sentence = (
-                f"the router refused every call of the first {self._num_silent} episodes: {code}: "
-                f"{refusals.last}"
+                f"the router refused every call of the first {which}: {code}: {refusals.last}"
             )
         if self._num_silent >= _NUM_SILENT:
             raise SettingsError(
