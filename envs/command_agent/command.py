@@ -96,7 +96,8 @@ class CommandLine:
             raise SettingsError(f"{self._named} is empty; give a program and its arguments")
         folders = import_folders(import_dir)
         program = self._words[0]
-        if "{" not in program and shutil.which(program, path=search_path()) is None:
+        places = [folder / program for folder in folders] if "/" in program else [program]
+        if "{" not in program and not any(shutil.which(one, path=search_path()) for one in places):
             where = ", ".join(map(str, folders))
             raise SettingsError(
                 f"{self._named}: there is no program {program!r} in PATH or {where}; give its "
@@ -166,7 +167,12 @@ class CommandLine:
 
     def _refuse_missing_script(self, word: str, folders: Sequence[Path]) -> None:
         """Refuse a script that does not exist, if the word can only be a file: `agnet.py`."""
-        if word.startswith("-") or "{" in word or not re.search(r"\.(py|js|mjs|ts|sh|rb)$", word):
+        # With a space: the text of `sh -c`.
+        if (
+            word.startswith("-")
+            or re.search(r"[{ ]", word)
+            or not re.search(r"\.(py|js|mjs|ts|sh|rb)$", word)
+        ):
             return
         if any((folder / word).is_file() for folder in folders):
             return

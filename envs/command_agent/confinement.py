@@ -76,7 +76,9 @@ class Confinement:
         _refuse_hidden_imports(own, self._hidden)
         self._hidden += (*_private_files(folders), *_folders_with_keys(named))
         self._project = folders
-        self._shown = (*own, *_programs(line.words_given[0]))
+        # An interpreter may stand behind another program: `env`, `timeout`, `sh -c`.
+        programs = (line.words_given[0], *map(str, filter(_is_program, own)))
+        self._shown = (*own, *_programs(programs))
         self._limits = Limits(
             memory_bytes=int(env.agent_memory_mb * 2**20),
             disk_bytes=1,
@@ -376,15 +378,18 @@ def _folders_with_keys(named: Iterable[Path]) -> Iterator[Path]:
                 break
 
 
-def _programs(program: str) -> Iterator[Path]:
-    """What the interpreters on PATH, this one and the command's program are made of."""
+def _is_program(path: Path) -> bool:
+    return path.parent.name == "bin" and path.is_file() and os.access(path, os.X_OK)
+
+
+def _programs(named: Iterable[str]) -> Iterator[Path]:
+    """What the interpreters on PATH, this one and the command's programs are made of."""
     for path in map(Path, search_path().split(os.pathsep)):
         if path.is_absolute() and path.name in ("bin", "sbin"):
             yield path
             if _has_interpreter(path):
                 yield from (path.parent / part for part in _OF_AN_INTERPRETER)
-    found = shutil.which(program, path=search_path())
-    for start in (sys.executable, found):
+    for start in (sys.executable, *(shutil.which(one, path=search_path()) for one in named)):
         for path in _links(Path(os.path.abspath(start))) if start else ():
             yield path
             if path.parent.name == "bin":

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -521,6 +522,33 @@ def test_a_program_that_its_sandbox_cannot_start_is_refused_before_anything_star
         check_rollout(make_settings(**env))
     assert f"{str(script)!r} cannot be started in its sandbox" in str(caught.value)
     check_rollout(make_settings(**env, agent_read_only=["own"]))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "command",
+    [
+        "own/bin/python {project_dir}/agent.py",
+        "{project_dir}/own/bin/python {project_dir}/agent.py",
+        "env FOO=1 {project_dir}/own/bin/python {project_dir}/agent.py",
+        "sh -c 'exec {project_dir}/own/bin/python {project_dir}/agent.py'",
+        "sh -c 'exec PREFIX/bin/python PREFIX/../agent.py'",
+    ],
+)
+async def test_an_interpreter_of_the_projects_is_whole_wherever_it_stands(
+    router: Any, play_program: Any, folder: Path, command: str
+) -> None:
+    """Its modules are there behind `env` and in a shell too, from any working directory."""
+    agent = "import sys, only_here\nprint(sys.prefix)\n"
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", "--symlinks", folder / "own"], check=True
+    )
+    (site,) = (folder / "own/lib").glob("python*/site-packages")
+    (site / "only_here.py").write_text("")
+    router.num_episodes = 1
+    command = command.replace("PREFIX", str(folder / "own"))
+    await play_program(router, agent, agent_sandbox="bubblewrap", agent_command=command)
+    assert router.closed("output") == [str(folder / "own")], router.closed("error")
 
 
 def test_python_is_the_one_that_runs_outloop_where_path_has_none(
