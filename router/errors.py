@@ -113,7 +113,7 @@ _SURROGATES = re.compile(
 
 
 def not_json(body: bytes, why: object) -> Refusal:
-    """The refusal of a body that is not JSON; half a surrogate pair in it is named."""
+    """Make the refusal of a body that is no JSON; it names half a surrogate pair."""
     end = 0
     for match in _SURROGATES.finditer(body):
         before, end = body[end : match.start()], match.end()

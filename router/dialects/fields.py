@@ -18,7 +18,7 @@ from outloop.router.errors import Refusal, not_json
 T = TypeVar("T")
 MAX_CHOICES = 128
 MAX_ITEMS = 4096
-"""Of messages, of tools, and of the parts of all messages: each costs far more than its bytes."""
+"""Messages, tools, or parts of all messages in one request: each costs far more than its bytes."""
 _MAX_STOP_CHARS = 4096
 _TEXTS = frozenset({"text", "input_text", "output_text", "refusal"})
 MAX_TOP_LOGPROBS = 20
@@ -87,7 +87,7 @@ def check_number(param: str, number: int) -> None:
 
 
 def no_text(where: str, what: str, kind: str) -> str:
-    """Why a part or block of content is refused."""
+    """Say why a part or block of content is refused."""
     if kind in _TEXTS:
         return f"{where} holds a {what} of type={kind!r} whose text is null; a string is needed"
     return f"{where} holds a {what} of type={kind!r}; only text is served. Leave other {what}s out."

@@ -131,7 +131,7 @@ class ClientConnection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def head_without_offer(self) -> bytes:
-        """The head that was read last, without the protocol that it offers.
+        """Write the last head anew, without its offer of another protocol.
 
         Raises:
             httptools.HttpParserError: it asks for a tunnel.

@@ -76,8 +76,10 @@ class ModelTable:
         return episode.frozen_version
 
     def version_of_evaluation(self, episode: LiveEpisode) -> int | None:
-        """The version that an episode evaluates, while a server keeps it through publishes; None:
-        none does, or it evaluates nothing."""
+        """Return the version that an episode evaluates, while a server keeps it through publishes.
+
+        None: no server does, or the episode evaluates nothing.
+        """
         opening = episode.opening
         if opening is None or opening.purpose != "eval":
             return None

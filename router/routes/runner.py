@@ -240,7 +240,7 @@ class RunnerRoutes:
         )
 
     def _num_calls(self, episode_id: str, loaded: OpenEpisode) -> int:
-        """The number of model calls, those that were refused or have no answer yet included."""
+        """Count the model calls, with refused ones and ones without an answer yet."""
         live = self._episodes.known(episode_id)
         num_asked = 0 if live is None else live.num_asked
         return max(len(loaded.turns) + sum(loaded.refusals.counts.values()), num_asked)

@@ -404,7 +404,7 @@ class VersionGone(Refusal):
 
 
 def version_away(policy_version: int) -> Refusal:
-    """The refusal of a version that servers keep and none holds now.
+    """Make the refusal of a version that servers keep and none holds now.
 
     A client may repeat it, and an episode that ends by it is played again, never scored.
     """

@@ -207,7 +207,7 @@ class AnswerReader:
 
 
 def _prompt_ids(plan: Plan, turn: Turn) -> tuple[int, ...]:
-    """The ids that a turn was sampled after, from its root on."""
+    """Join the ids before a turn's output, from its root on."""
     before = plan.parent.path if plan.parent is not None else ()
     earlier = [ids for one in before for ids in (one.turn.prompt_ids, one.turn.output_ids)]
     return tuple(np.concatenate([*earlier, turn.prompt_ids]).tolist())

@@ -25,7 +25,7 @@ from outloop.router.turns.sampling import is_honoured
 _LONG_CHARS = 64 * 1024
 """To encode more would hold up the event loop for tens of milliseconds."""
 _CHARS_PER_ITEM = 128
-"""To render a message, a call or a tool costs what it costs to encode so many characters more."""
+"""A message, a call or a tool costs as much to render as so many characters to encode."""
 
 
 class Planner:
@@ -197,7 +197,7 @@ def _has_history(request: TurnRequest) -> bool:
 
 
 def _num_chars(request: TurnRequest) -> int:
-    """How much there is to render, in characters to encode."""
+    """Estimate the work of rendering, in characters to encode."""
     number = len(request.prompt) if request.prompt is not None else 0
     number += request.num_tool_bytes
     number += _CHARS_PER_ITEM * (len(request.messages) + len(request.tools))
