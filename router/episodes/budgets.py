@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import structlog
 
-from outloop.buffer.errors import BufferUnavailable
+from outloop.buffer.errors import BufferUnavailable, NotFound
 from outloop.buffer.records import Outcome
 from outloop.buffer.settings import RouterSettings
 from outloop.buffer.writer import BufferWriter
@@ -111,7 +111,8 @@ class Budgets:
                 str(refusal),
                 is_budget=refusal.code in _SPENT,
             )
-        except BufferUnavailable as error:
+        except (BufferUnavailable, NotFound) as error:
+            # A Redis that lost its last writes no longer knows the episode.
             _log.warning("refusal_not_noted", episode_id=episode.episode_id, error=str(error))
 
     async def settle(self, episode_id: str, outcome: Outcome, error: str) -> tuple[Outcome, str]:

@@ -257,9 +257,11 @@ class TurnService:
             refusal = Refusal(
                 500, "internal_error", "the router failed on this turn", retry_after_s=1.0
             )
-        if refusal is not None:
-            await self._refuse(turn, refusal)
-        self._turns.discard(turn)
+        try:
+            if refusal is not None:
+                await self._refuse(turn, refusal)
+        finally:
+            self._turns.discard(turn)
 
     async def _refuse(self, turn: InFlightTurn, refusal: Refusal) -> None:
         """A turn that came to nothing is no turn: its retry starts afresh."""

@@ -48,7 +48,8 @@ class CpuUsage:
         try:
             for child in launcher.children():
                 words = child.cmdline()
-                pids[words[3] if words[1:3] == ["-m", "outloop.cli"] else "redis"] = child.pid
+                is_part = "outloop.cli" in words
+                pids[words[words.index("outloop.cli") + 1] if is_part else "redis"] = child.pid
         except psutil.Error:
             return
         for name, pid in pids.items():

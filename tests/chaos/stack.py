@@ -187,9 +187,9 @@ class Stack:
                     if words and Path(words[0]).name == "bwrap":
                         found.append(process)
                 elif part == "rank":
-                    if words[1:2] == ["-u"] and "trainer" in words:
+                    if "-u" in words[1:3] and "trainer" in words:
                         found.append(process)
-                elif words[3:4] == [part]:
+                elif "outloop.cli" in words and words[words.index("outloop.cli") + 1] == part:
                     found.append(process)
         if part == "rank":
             return found[-1:]

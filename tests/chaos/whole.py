@@ -165,7 +165,7 @@ class Whole:
             try:
                 words = process.cmdline()
                 is_redis = any(word.startswith("--unixsocket") for word in words)
-                if (is_redis and victim == "redis") or victim in words[3:4]:
+                if (is_redis and victim == "redis") or f"outloop.cli {victim}" in " ".join(words):
                     process.kill()
                     return True
             except psutil.Error:

@@ -80,3 +80,18 @@ async def test_refusals_stay_with_a_closed_episode(stage) -> None:
     assert refusals_of(row) == loaded.refusals
     assert refusals_of({**row, "refusals": None}) == NO_REFUSALS
     assert json.decode(row["refusals"])["last"].startswith("prompt is too long")
+
+
+async def test_a_router_goes_on_when_redis_has_lost_an_episode(stage) -> None:
+    """A Redis that came back without its last writes: the turn is refused, others are answered."""
+    stage.says(*["yes"] * 4)
+    lost, other = await stage.open(), await stage.open()
+    assert (await stage.post("/v1/chat/completions", HI, lost["api_key"])).status_code == 200
+    client = stage.buffer.twin.client()
+    for name in client.scan_iter(f"*episode:{lost['episode_id']}*"):
+        client.delete(name)
+    for _ in range(2):
+        answer = await stage.post("/v1/chat/completions", HI, lost["api_key"])
+        assert answer.status_code == 404
+    assert (await stage.post("/v1/chat/completions", HI, other["api_key"])).status_code == 200
+    assert stage.app.state.parts.service.num_running == 0
