@@ -55,6 +55,8 @@ def _refuse_other_folder(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     mark = folder / ".gitignore"
     is_run = "run.json" in names or (mark.is_file() and mark.read_text() == HIDES_ALL)
+    # A disk for the run's Redis may be mounted before the run begins.
+    is_run = is_run or names == ["redis"]
     if names and not is_run:
         raise SettingsError(
             f"run.dir={str(folder.parent)!r} with run.name={folder.name!r} is a folder with other "
