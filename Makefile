@@ -192,7 +192,7 @@ test-ray: $(STAMP)
 PYTHONS ?= python3.12 python3.13
 LIGHT_EXTRAS := redis,router,envs,verifiers,view,plot,otlp,examples,games,mcp
 LIGHT_TOOLS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis lupa anthropic 'schemathesis<5' pyyaml 'transformers<5'
-NEED_TORCH := tests/buffer/test_trajectories.py tests/router/test_clients.py tests/router/test_random_agents.py tests/router/test_scripted.py
+NEED_TORCH := tests/buffer/test_trajectories.py tests/envs/rollout/test_torch_rewards.py tests/router/test_clients.py tests/router/test_random_agents.py tests/router/test_scripted.py
 test-pythons: bwrap
 	@set -e; for python in $(PYTHONS); do \
 	  PYENV_VERSION=$$(pyenv versions --bare 2> /dev/null | paste -sd:); export PYENV_VERSION; \

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
 
 from outloop.buffer.errors import RecordError, SettingsError
@@ -50,9 +49,6 @@ NUMBERS = [
     np.uint8(1),
     np.array(1.0),
     np.mean([1.0, 1.0]),
-    torch.tensor(1.0),
-    torch.tensor(1, dtype=torch.int8),
-    torch.tensor(1.0, dtype=torch.bfloat16, requires_grad=True),
     Decimal("1.0"),
     Fraction(2, 2),
 ]
@@ -65,7 +61,7 @@ def test_a_number_of_any_library_is_a_reward(number: Any) -> None:
     given.add(number, None, None, None, {"form": number})
     given.add(number, "a", None, None, {})
     given.add(number, None, "b", None, {})
-    given.add(number, "a", None, (np.int64(0), torch.tensor(2)), {})
+    given.add(number, "a", None, (np.int64(0), np.int8(2)), {})
     expected = Reward(
         value=1.0,
         components={"form": 1.0},
@@ -85,7 +81,6 @@ def test_a_number_of_any_library_is_a_reward(number: Any) -> None:
     "value",
     [
         np.bool_(True),
-        torch.tensor(True),
         np.array([1.0]),
         np.ma.masked,
         np.ma.masked_all(3).mean(),

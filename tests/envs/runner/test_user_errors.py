@@ -101,7 +101,11 @@ async def test_what_play_raises_is_its_own_episodes_failure(
 
 
 UNREADABLE = """
-import torch
+class Meta:
+    shape = ()
+
+    def item(self):
+        raise RuntimeError("a meta tensor has no data")
 
 
 class Lazy(dict):
@@ -121,7 +125,7 @@ class Lost(float):
     shape = ()
 
 
-RETURNED = [torch.ones((), device="meta"), Lazy(right=1.0), {Name(): 1.0}, Lost(1.0), 1.0, 1.0]
+RETURNED = [Meta(), Lazy(right=1.0), {Name(): 1.0}, Lost(1.0), 1.0, 1.0]
 
 
 {define}:
@@ -198,6 +202,7 @@ VERIFIER = """
 import asyncio
 import os
 import sys
+from outloop.buffer.foreign_text import one_line
 
 
 class Speechless(Exception):
